@@ -1,0 +1,85 @@
+# Every target sets up what it needs. On a fresh machine that is a virtual environment in .venv, several gigabytes
+# with torch's CUDA build; it is made anew only when pyproject.toml has changed.
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+INSTALLED_BENCH := $(VENV)/.installed-bench
+
+# Ranks share the cores; more threads than that measure the operating system's scheduler.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench gpu soak clean
+
+help:
+	@echo "make demo   two ranks train on the digits data set"
+	@echo "make test   lint, then every test that fits this machine"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  collectives and host overhead"
+	@echo "make gpu    tests that need a CUDA device, with GPU_PYTHON ($(GPU_PYTHON)) and its own packages"
+	@echo "make soak   tests that run for minutes"
+	@echo "make clean  remove caches and built files; .venv stays"
+
+demo: $(INSTALLED)
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED_BENCH)
+	$(BIN)/python -m bench collectives
+	$(BIN)/python -m bench overhead
+
+# A GPU machine may have no network: no virtual environment here, and a skip that says what is missing.
+gpu:
+	@reason=$$($(GPU_PYTHON) -c "$$CUDA_REASON") || reason="$(GPU_PYTHON) does not run"; \
+	if [ -n "$$reason" ]; then echo "make gpu: skipped: $$reason"; exit 0; fi; \
+	PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m pytest tests/gpu -m gpu
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+define CUDA_REASON
+try:
+    import torch
+except ImportError as error:
+    print(f"$(GPU_PYTHON) cannot import torch ({error}); name another with GPU_PYTHON=")
+else:
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__} of $(GPU_PYTHON) sees no CUDA device")
+endef
+export CUDA_REASON
+
+define CHECK_VERSION
+import sys
+if sys.version_info < (3, 11):
+    sys.exit("dear needs Python 3.11 or newer; $(PYTHON) is %d.%d.%d. Name another: make PYTHON=..." % sys.version_info[:3])
+endef
+export CHECK_VERSION
+
+# A .venv that lacks pip (an interrupted or refused creation) or has an older Python is made anew.
+$(INSTALLED): pyproject.toml
+	@if ! { $(BIN)/python -c "$$CHECK_VERSION" && $(BIN)/python -m pip --version; } >/dev/null 2>&1; then \
+		$(PYTHON) -c "$$CHECK_VERSION" && echo "making $(VENV) with $(PYTHON)" && $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@echo "installing into $(VENV): torch and what the demo and the tests need (a minute or more)"
+	$(PIP_INSTALL) -e '.[demo,dev]'
+	@touch $@
+
+$(INSTALLED_BENCH): $(INSTALLED)
+	$(PIP_INSTALL) -e '.[bench]'
+	@touch $@

@@ -1,0 +1,57 @@
+"""Ranks must wrap the same thing. Differences are found before anything else is sent, and reported alike everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from dearcore.errors import ArgumentError
+
+__all__ = ["check_agreement", "describe"]
+
+
+def describe(model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str]) -> list[str]:
+    """One line for each thing that has to be the same on every rank."""
+    lines = [f"optimizer class {type(optimizer).__module__}.{type(optimizer).__qualname__}", *options]
+    owner = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for name, param in model.named_parameters():
+        state = optimizer.state.get(param, {})
+        history = ", ".join(f"{key}={_value(value)}" for key, value in sorted(state.items()))
+        lines.append(
+            f"parameter '{name}': shape {tuple(param.shape)}, {param.dtype}, requires_grad {param.requires_grad}, "
+            f"group {owner.get(param, 'none')}, state {{{history}}}"
+        )
+    lines += [f"buffer '{name}': shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    for number, group in enumerate(optimizer.param_groups):
+        values = {key: _value(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
+        lines.append(f"group {number}: {values}, {len(group['params'])} parameters")
+    return lines
+
+
+def check_agreement(lines: Sequence[str], gather: Callable[[Any], list[Any]]) -> None:
+    """Raises the same ArgumentError on every rank, with the first difference, unless all have equal `lines`."""
+    digests = gather(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    everyone: list[Sequence[str]] = gather(list(lines))
+    for other, theirs in enumerate(everyone):
+        for index in range(max(len(theirs), len(everyone[0]))):
+            first = everyone[0][index] if index < len(everyone[0]) else "nothing more"
+            second = theirs[index] if index < len(theirs) else "nothing more"
+            if first != second:
+                raise ArgumentError(
+                    f"ranks build different optimizers. The first difference: rank 0 has {first}; rank {other} has "
+                    f"{second}. Build the same model, optimizer and options on every rank."
+                )
+
+
+def _value(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.numel() == 1 else f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, (int, float, str, bool, tuple, list, type(None))):
+        return repr(value)
+    return type(value).__qualname__

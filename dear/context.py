@@ -1,0 +1,110 @@
+"""The world of this process: `init`, `shutdown`, who and where we are."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+
+import torch
+
+from dearcore.communicator import Communicator
+from dearcore.errors import ArgumentError, ScheduleError
+from dearcore.rendezvous import World, read_launch
+
+__all__ = ["device", "init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
+
+BACKENDS = ("auto", "nccl", "gloo", "local")
+
+
+class _Context:
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.communicator: Communicator = world.new_communicator(tuple(range(world.size)))
+
+
+_context: _Context | None = None
+
+
+def init(
+    *, backend: str = "auto", timeout: timedelta = timedelta(minutes=10), deterministic: bool | None = None
+) -> None:
+    """Joins the other ranks. Call it once, before anything else of this module; a second call does nothing.
+
+    Finds them by torchrun's variables, Open MPI's or Slurm's; without any of these the world is this one process.
+    If `torch.distributed` is initialised already, its ranks and its store are used and its groups left alone.
+
+    Args:
+        backend: "auto" takes what the machine has; "gloo" (CPU, or CUDA tensors staged through the host); "local"
+            (one rank, no network).
+        timeout: after which a collective that a peer does not join is an error on every rank.
+        deterministic: gradients are summed in rank order, so that the result depends neither on the plan nor on the
+            schedule; None follows `torch.are_deterministic_algorithms_enabled()`.
+
+    Raises:
+        ArgumentError: a bad argument, or a launcher variable that is missing or wrong (it is named).
+        CommunicatorError: the other ranks cannot be reached; address and port are named.
+    """
+    global _context
+    if _context is not None:
+        return
+    if backend not in BACKENDS:
+        raise ArgumentError(f"backend={backend!r}; expected one of {', '.join(BACKENDS)}.")
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ArgumentError(f"timeout={timeout!r}; expected a positive datetime.timedelta.")
+    if backend == "nccl":
+        raise ArgumentError("backend='nccl' is not available in this version. Use 'auto' or 'gloo'.")
+    launch = read_launch()
+    if backend == "local" and launch.size > 1:
+        raise ArgumentError(f"backend='local' is for one rank, but {launch.source} started {launch.size}. Use 'auto'.")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    world = World(launch, timeout, deterministic)
+    index = world.launch.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else 0
+    _context = _Context(world, torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+def shutdown() -> None:
+    """Closes all optimizers and connections, after what is under way has ended. `init` may be called again."""
+    global _context
+    if _context is not None:
+        context, _context = _context, None
+        context.world.close()
+        context.communicator.close()
+
+
+def is_initialized() -> bool:
+    return _context is not None
+
+
+def current() -> _Context:
+    if _context is None:
+        raise ScheduleError("dear is not initialised. Call dear.init() first, once in each process.")
+    return _context
+
+
+def device() -> torch.device:
+    """Where this rank's model belongs: a GPU of its own where there is one, else the CPU."""
+    return current().device
+
+
+def rank() -> int:
+    """This process among all ranks, from 0."""
+    return current().world.rank
+
+
+def size() -> int:
+    """How many ranks there are."""
+    return current().world.size
+
+
+def local_rank() -> int:
+    """This process among the ranks on its host, from 0."""
+    return current().world.launch.local_rank
+
+
+def local_size() -> int:
+    """How many ranks this host has."""
+    return current().world.launch.local_size
+
+
+atexit.register(shutdown)

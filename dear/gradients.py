@@ -1,0 +1,105 @@
+"""In-flight gradients: what `p.grad` is once the gradient is on its way to be averaged.
+
+The local gradient is not what the optimizer will apply, so nobody may read or change it by accident. `p.grad` becomes a
+tensor without storage: zeroing works, autograd may accumulate into it, `torch.amp.GradScaler` may unscale it, and any
+other use is an error that names the parameter and the call that does what was meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dearcore.errors import ScheduleError
+
+__all__ = ["InFlightGradient", "local_gradient"]
+
+_aten = torch.ops.aten
+
+
+class InFlightGradient(torch.Tensor):
+    """Stands for one parameter's gradient from its hook until `zero_grad`. Made once and used again in each iteration.
+
+    `local` is this rank's gradient that has not been reduced yet, or None.
+    """
+
+    local: torch.Tensor | None
+    fqn: str
+    _unscale: Callable[[Any, Any], None]
+
+    @staticmethod
+    def __new__(
+        cls, param: torch.Tensor, fqn: str, unscale: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> InFlightGradient:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
+        )
+        assert isinstance(self, InFlightGradient)
+        self.local, self.fqn, self._unscale = None, fqn, unscale
+        return self
+
+    def __init__(self, param: torch.Tensor, fqn: str, unscale: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        pass
+
+    def accumulate(self, grad: torch.Tensor) -> None:
+        """Adds a gradient that autograd (or the user) gives on top."""
+        if self.local is None or self.local.numel() != self.local.untyped_storage().nbytes() // self.local.itemsize:
+            self.local = grad.detach().clone() if self.local is None else self.local + grad
+        else:
+            self.local.add_(grad)
+
+    def zero(self) -> None:
+        """A gradient of zeros: unlike none, it is applied (weight decay, momentum)."""
+        with torch.no_grad():
+            self.local = torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return (
+            f"InFlightGradient('{self.fqn}', shape={tuple(self.shape)}: being averaged over ranks; "
+            "read it with DistributedOptimizer.full_grad(param))"
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten.add_.Tensor and isinstance(args[0], cls) and not isinstance(args[1], cls) and not kwargs:
+            args[0].accumulate(args[1])
+            return args[0]
+        if func is _aten.zero_.default:
+            args[0].zero()
+            return args[0]
+        if func is _aten._foreach_zero_.default:
+            for grad in args[0]:
+                grad.zero() if isinstance(grad, cls) else grad.zero_()
+            return None
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            plain = [grad for grad in args[0] if not isinstance(grad, cls)]
+            if plain:
+                func(plain, *args[1:])
+            next(grad for grad in args[0] if isinstance(grad, cls))._unscale(args[1], args[2])
+            return None
+        grad = _first(args, cls)
+        raise ScheduleError(
+            f"the gradient of '{grad.fqn if grad is not None else '?'}' is being averaged over ranks and cannot be used "
+            f"by {func}. Call opt.clip_grad_norm_(max_norm) or opt.clip_grad_value_(value) instead of torch's functions, "
+            "opt.full_grad(param) to read the averaged gradient, and step through the DistributedOptimizer only."
+        )
+
+
+def local_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as it can be packed: dense and without a graph (create_graph=True leaves one)."""
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _first(args: Any, cls: type) -> InFlightGradient | None:
+    for arg in args:
+        if isinstance(arg, InFlightGradient):
+            return arg
+        if isinstance(arg, (list, tuple)) and (found := _first(arg, cls)) is not None:
+            return found
+    return None

@@ -1,0 +1,221 @@
+"""What follows from a plan: the flat storage of the parameters, the buckets, the gates, and how ops are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dearcore.bucket import BucketRuntime, FlatPool
+from dearcore.communicator import Communicator
+from dearcore.layout import Plan
+from dearcore.schedule import Op, OpKind, Part, Schedule
+from dearcore.shard import OwnedSegment
+from dearcore.streams import Streams
+
+from .gradients import local_gradient
+from .parameters import Gate, without_waiting
+from .scheduler import Scheduler
+from .tracked import TrackedParameter
+
+__all__ = ["Numerics", "Replica", "settle_gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """dtypes of one optimizer."""
+
+    reduce_dtype: torch.dtype | None  # on the wire; None: the parameter's
+    master_dtype: torch.dtype | None  # of the shards of bf16 and fp16 parameters; None: the parameter's
+
+    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.master_dtype if dtype in (torch.bfloat16, torch.float16) and self.master_dtype else dtype
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.reduce_dtype or dtype
+
+
+@dataclass(slots=True)
+class Replica:
+    """Parameters become views of one flat buffer for each dtype; `launch` turns ops of the schedule into enqueued work.
+
+    `hyper` gives the options of each parameter group at this moment; `on_wait` hears of every wait of a gate.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    tracked: Sequence[TrackedParameter]
+    communicator: Communicator
+    streams: Streams
+    numerics: Numerics
+    on_wait: Callable[[tuple[int, ...], str, float], None]
+    observing: bool = False
+    step: int = 0
+    hyper: Sequence[dict[str, Any]] = ()
+    buckets: list[BucketRuntime] = field(init=False)
+    gates: list[Gate] = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    whole_grads: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    _last_part: dict[int, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.buckets = self._make_buckets()
+        self.scheduler = Scheduler(self.plan, self.schedule, self, self.observing)
+        gates: dict[tuple[int, ...], list[TrackedParameter]] = {}
+        for tracked in self.tracked:
+            gates.setdefault(self.scheduler.buckets_of[tracked.spec.index], []).append(tracked)
+        self.gates = [
+            Gate(
+                buckets,
+                [(t.spec.fqn, t.param) for t in members],
+                [self.buckets[b].params_gathered for b in buckets],
+                self.on_wait,
+            )
+            for buckets, members in gates.items()
+        ]
+        for op in self.schedule.ops:  # the parts of a split tensor leave one after the other
+            if op.kind is OpKind.REDUCE_SCATTER:
+                for slot in self.plan.buckets[op.bucket].slots:
+                    self._last_part[slot.param] = op.bucket
+
+    def launch(self, op: Op) -> None:
+        bucket = self.buckets[op.bucket]
+        if op.kind is OpKind.REDUCE_SCATTER:
+            self._reduce(bucket)
+        elif op.kind is OpKind.STEP:
+            bucket.start_step(self.hyper)
+        elif op.part is Part.PARAMETERS:
+            bucket.start_all_gather(self.step)
+        else:
+            self.whole_grads[op.bucket] = bucket.start_all_gather_grads(self.step)
+
+    def launch_rounds(self, dirty: Collection[int]) -> None:
+        mask = torch.zeros(len(self.buckets), dtype=torch.uint8)
+        mask[list(dirty)] = 1
+        communication = self.streams.communication
+        label = f"agreement on a further round of gradients in step {self.step}"
+        self.communicator.start_all_reduce(mask, "max", communication, label)
+        self.wait_communication()
+        gathers = {op.bucket: op for op in self.schedule.ops if op.part is Part.GRADIENTS and op.kind is OpKind.ALL_GATHER}
+        for index in reversed(range(len(self.buckets))):
+            if mask[index]:
+                self._reduce(self.buckets[index])
+                if index in gathers:
+                    self.launch(gathers[index])
+
+    def drop(self, params: Collection[int]) -> None:
+        """Forgets averaged gradients that the user has set to None: as if no rank had used these parameters."""
+        for index in sorted({b for param in params for b in self.scheduler.buckets_of[param]}):
+            bucket = self.buckets[index]
+            bucket.on_reduced(f"drop[{index}]", lambda bucket=bucket: bucket.drop(params))  # type: ignore[misc]
+
+    def wait_communication(self) -> None:
+        """Blocks the host until all that was enqueued on the communication stream has ended."""
+        passed = self.streams.new_event()
+        self.streams.communication.record(passed)
+        passed.wait_host()
+
+    def arm(self) -> None:
+        for gate in self.gates:
+            gate.arm()
+
+    def wait_fresh(self) -> None:
+        for gate in self.gates:
+            gate.wait()
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again."""
+        self.wait_fresh()
+        for tracked in self.tracked:
+            old = tracked.param.data
+            tracked.param.data = torch.empty_strided(
+                old.shape, tracked.strides, dtype=old.dtype, device=old.device
+            ).copy_(old)
+
+    def _reduce(self, bucket: BucketRuntime) -> None:
+        """Takes the local gradients of the bucket's parameters, which become in-flight, and enqueues its reduction."""
+        grads: list[torch.Tensor | None] = []
+        retained: list[bool] = []
+        with without_waiting():
+            for slot in bucket.layout.slots:
+                tracked = self.tracked[slot.param]
+                in_flight = tracked.in_flight
+                settle_gradient(tracked)
+                local = in_flight.local
+                grads.append(local if local is None else tracked.in_memory_order(local))
+                retained.append(tracked.retained)
+                if self._last_part[slot.param] == bucket.index:
+                    in_flight.local = None
+                    tracked.retained = True
+                    tracked.param.grad = in_flight
+        bucket.start_reduce_scatter(grads, retained if any(retained) else None, self.step)
+
+    def _make_buckets(self) -> list[BucketRuntime]:
+        rank = self.communicator.rank
+        storage = self._move_parameters()
+        pools: dict[torch.dtype, FlatPool] = {}
+        for wire in {self.numerics.wire_dtype(bucket.dtype) for bucket in self.plan.buckets}:
+            sizes = [b.region_numel * b.world_size for b in self.plan.buckets if self.numerics.wire_dtype(b.dtype) == wire]
+            pools[wire] = FlatPool(max(sizes), wire, len(sizes), self.streams)
+        buckets = []
+        for layout, param_flat in zip(self.plan.buckets, storage, strict=True):
+            owned = [
+                OwnedSegment(
+                    layout.slots[s.slot].param, s.start, s.offset, s.numel, s.flag, self.tracked[layout.slots[s.slot].param].group
+                )
+                for s in layout.segments()
+                if s.shard == rank
+            ]
+            wire, step = self.numerics.wire_dtype(layout.dtype), self.numerics.step_dtype(layout.dtype)
+            buckets.append(
+                BucketRuntime(layout, param_flat, pools[wire], owned, step, wire, self.communicator, self.streams)
+            )
+        return buckets
+
+    def _move_parameters(self) -> list[torch.Tensor]:
+        """Makes every parameter a view of a flat buffer, keeping values, shape and strides. Returns one flat a bucket."""
+        flats: list[torch.Tensor] = []
+        for dtype, numel in self._storage_numel().items():
+            whole = torch.zeros(numel, dtype=dtype, device=self.streams.device)
+            end = 0
+            for bucket in self.plan.buckets:
+                if bucket.dtype == dtype:
+                    flats.append(whole[end : end + bucket.padded_numel])
+                    end += _aligned(bucket.padded_numel, dtype)
+        by_dtype = iter(flats)
+        ordered = {id(b): next(by_dtype) for dtype in self._storage_numel() for b in self.plan.buckets if b.dtype == dtype}
+        storage = [ordered[id(bucket)] for bucket in self.plan.buckets]
+        for bucket, flat in zip(self.plan.buckets, storage, strict=True):
+            for slot in bucket.slots:
+                if slot.start == 0:
+                    tracked = self.tracked[slot.param]
+                    start = flat.storage_offset() + slot.offset
+                    view = torch.as_strided(flat, tracked.spec.shape, tracked.strides, start)
+                    view.copy_(tracked.param.data)
+                    tracked.param.data = view
+        return storage
+
+    def _storage_numel(self) -> dict[torch.dtype, int]:
+        numel: dict[torch.dtype, int] = {}
+        for bucket in self.plan.buckets:
+            numel[bucket.dtype] = numel.get(bucket.dtype, 0) + _aligned(bucket.padded_numel, bucket.dtype)
+        return numel
+
+
+def settle_gradient(tracked: TrackedParameter) -> None:
+    """Brings our books in line with what `p.grad` is now: the user may have zeroed or assigned it."""
+    grad = tracked.param.grad
+    if grad is tracked.in_flight:
+        return
+    tracked.retained = False
+    tracked.in_flight.local = None if grad is None else local_gradient(grad)
+    if grad is not None:
+        tracked.param.grad = tracked.in_flight
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    align = 64 // dtype.itemsize
+    return -(-numel // align) * align
+

@@ -1,0 +1,111 @@
+"""The thin scheduler: it hears gradients arrive and launches ops strictly in the schedule's order.
+
+It never touches a device. What an op does is the launcher's business, so that tests can record the order instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from dearcore.layout import Plan
+from dearcore.schedule import After, Op, OpKind, Schedule
+
+__all__ = ["Launcher", "Scheduler"]
+
+
+class Launcher(Protocol):
+    def launch(self, op: Op) -> None:
+        """Enqueues one op on its stream and returns."""
+
+    def launch_rounds(self, dirty: Collection[int]) -> None:
+        """Reduces once more the buckets that any rank finds in its `dirty`, after agreeing with all ranks."""
+
+
+class Scheduler:
+    """Runs a schedule once an iteration. An iteration ends with `finish_step`, or with `restart` if there is no step.
+
+    A bucket that is ready early waits for its turn; gradients that never come count as zero when
+    `finish_gradients` is called. A gradient that comes when its bucket has left already makes the bucket *dirty*: it
+    stays local until `finish_gradients`, which then reduces it in a further round.
+
+    While `observing`, nothing is launched before `finish_gradients`, and `order` collects the order of arrival: the
+    first backward shows in which order the plan should have its parameters.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, launcher: Launcher, observing: bool = False) -> None:
+        self._ops = schedule.ops
+        self._launcher = launcher
+        self._num_slots = [len(bucket.slots) for bucket in plan.buckets]
+        buckets_of: dict[int, tuple[int, ...]] = {}
+        for bucket in plan.buckets:
+            for slot in bucket.slots:
+                buckets_of[slot.param] = (*buckets_of.get(slot.param, ()), bucket.index)
+        self.buckets_of = buckets_of
+        self.observing = observing
+        self.order: list[int] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins an iteration: nothing has arrived, nothing was launched."""
+        self._cursor = 0
+        self._missing = list(self._num_slots)
+        self._rung = bytearray(max(self.buckets_of, default=-1) + 1)
+        self._reduced = bytearray(len(self._num_slots))
+        self._gradients_finished = False
+        self._stepping = False
+        self.dirty: set[int] = set()
+        self.order.clear()
+        self.has_begun = False  # a gradient has arrived in this iteration
+
+    def grad_ready(self, param: int) -> None:
+        """The doorbell: the gradient of `param` (its index in the plan) has arrived."""
+        self.has_begun = True
+        again = self._rung[param]
+        self._rung[param] = 1
+        if self.observing and not again:
+            self.order.append(param)
+        for bucket in self.buckets_of[param]:
+            if self._reduced[bucket]:
+                self.dirty.add(bucket)
+            elif not again:
+                self._missing[bucket] -= 1
+                if not self._missing[bucket]:
+                    self._advance()
+
+    def is_reduced(self, param: int) -> bool:
+        """True if (a part of) this parameter's gradient has left in this iteration."""
+        return any(self._reduced[bucket] for bucket in self.buckets_of[param])
+
+    def mark_dirty(self, param: int) -> None:
+        """A gradient was assigned by hand: it needs a further round if its bucket has left."""
+        self.dirty.update(bucket for bucket in self.buckets_of[param] if self._reduced[bucket])
+
+    def finish_gradients(self) -> None:
+        """Launches all reductions that are left, then further rounds for what came too late. Collective."""
+        self.observing = False
+        self._gradients_finished = True
+        self._advance()
+        if self.dirty:
+            dirty, self.dirty = self.dirty, set()
+            self._launcher.launch_rounds(dirty)
+
+    def finish_step(self) -> None:
+        """Launches everything that is left and begins the next iteration."""
+        self._stepping = True
+        self._advance()
+        self.restart()
+
+    def _advance(self) -> None:
+        if self.observing:
+            return
+        while self._cursor < len(self._ops):
+            op = self._ops[self._cursor]
+            if op.after is After.GRAD_READY and self._missing[op.bucket] and not self._gradients_finished:
+                return
+            if op.after is After.BACKWARD_END and not self._stepping:
+                return
+            self._cursor += 1
+            if op.kind is OpKind.REDUCE_SCATTER:
+                self._reduced[op.bucket] = 1
+            self._launcher.launch(op)

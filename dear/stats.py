@@ -1,0 +1,87 @@
+"""Where the time of an iteration went, as far as this rank has waited for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from dearcore.layout import Plan
+
+__all__ = ["Stats", "Wait", "WaitLog"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Waits of one bucket, over all steps so far."""
+
+    bucket: int
+    module: str  # the module that touched it first, most recently
+    mean_ms: float
+    longest_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """`print(stats)` shows a table, longest waits first."""
+
+    rank: int
+    num_steps: int
+    iteration_ms: float  # mean time from one step() to the next
+    waited_ms: float  # mean time an iteration has waited for parameters
+    mb_sent_per_step: float  # 1 MB = 10^6 bytes
+    waits: Sequence[Wait]
+
+    def __str__(self) -> str:
+        head = (
+            f"rank {self.rank}, {self.num_steps} steps: {self.iteration_ms:.2f} ms an iteration, {self.waited_ms:.2f} ms of it "
+            f"waiting for parameters, {self.mb_sent_per_step:.3f} MB sent a step"
+        )
+        rows = [f"{'bucket':>6s}  {'mean ms':>8s}  {'longest ms':>10s}  touched first by"]
+        rows += [f"{w.bucket:6d}  {w.mean_ms:8.3f}  {w.longest_ms:10.3f}  {w.module}" for w in self.waits]
+        return "\n".join([head, *rows])
+
+
+class WaitLog:
+    def __init__(self, model: nn.Module) -> None:
+        self._total_s: dict[int, float] = {}
+        self._longest_s: dict[int, float] = {}
+        self._module: dict[int, str] = {}
+        self._num_steps = 0
+        self._first_s = self._last_s = 0.0
+
+    def waited(self, buckets: tuple[int, ...], touched: str, seconds: float) -> None:
+        for bucket in buckets:
+            self._total_s[bucket] = self._total_s.get(bucket, 0.0) + seconds
+            self._longest_s[bucket] = max(self._longest_s.get(bucket, 0.0), seconds)
+            if touched:
+                self._module[bucket] = touched.rpartition(".")[0] or touched
+
+    def step_ended(self) -> None:
+        self._last_s = time.perf_counter()
+        if not self._num_steps:
+            self._first_s = self._last_s
+        self._num_steps += 1
+
+    def stats(self, plan: Plan, rank: int, bytes_sent: int) -> Stats:
+        steps = max(self._num_steps, 1)
+        waits = [
+            Wait(
+                bucket,
+                self._module.get(bucket, plan.buckets[bucket].first_names(1)),
+                1e3 * total / steps,
+                1e3 * self._longest_s[bucket],
+            )
+            for bucket, total in self._total_s.items()
+            if bucket < len(plan.buckets)
+        ]
+        return Stats(
+            rank,
+            self._num_steps,
+            1e3 * (self._last_s - self._first_s) / max(self._num_steps - 1, 1),
+            sum(wait.mean_ms for wait in waits),
+            bytes_sent / 1e6 / steps,
+            sorted(waits, key=lambda wait: -wait.mean_ms),
+        )

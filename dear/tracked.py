@@ -1,0 +1,111 @@
+"""The parameters that an optimizer trains, each with its place in the model, in memory and in the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn, optim
+
+from dearcore.errors import ArgumentError
+from dearcore.layout import ParamSpec, dense_strides
+
+from .gradients import InFlightGradient
+
+__all__ = ["TrackedParameter", "track"]
+
+WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class TrackedParameter:
+    spec: ParamSpec
+    param: nn.Parameter
+    group: int  # position in optimizer.param_groups
+    strides: tuple[int, ...]  # dense; memory order is the order of these
+    in_flight: InFlightGradient
+    retained: bool = False  # an averaged gradient of it stands in the reduced shard
+
+    @property
+    def memory_order(self) -> tuple[int, ...] | None:
+        """The permutation of dimensions that makes a tensor of these strides row-major; None if it is already."""
+        order = tuple(sorted(range(len(self.strides)), key=lambda d: (-self.strides[d], self.spec.shape[d] == 1, d)))
+        return None if order == tuple(range(len(order))) else order
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat` [numel, memory order] in the parameter's shape and strides."""
+        return torch.as_strided(flat, self.spec.shape, self.strides, flat.storage_offset())
+
+    def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's shape so that its row-major order is the parameter's memory order."""
+        order = self.memory_order
+        return tensor if order is None else tensor.permute(order)
+
+
+def track(
+    optimizer: optim.Optimizer, model: nn.Module, unscale: Callable[[torch.Tensor, torch.Tensor], None]
+) -> list[TrackedParameter]:
+    """Every trainable parameter of the optimizer, in the order of the model's forward as far as it is known.
+
+    Raises ArgumentError where a parameter cannot be trained this way; the message names it.
+    """
+    names = {}
+    for name, param in model.named_parameters():
+        names[param] = name
+    _check_model(names)
+    groups: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in names:
+                raise ArgumentError(
+                    f"parameter {position} of group {number} (shape {tuple(param.shape)}) of the optimizer is not in the "
+                    "model. Pass the model that owns all parameters of the optimizer; for several modules, put them into "
+                    "an nn.ModuleList."
+                )
+            groups[param] = number
+    tracked: list[TrackedParameter] = []
+    for param, name in names.items():
+        if param not in groups or not param.requires_grad:
+            continue
+        if param.dtype not in WIRE_DTYPES:
+            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in WIRE_DTYPES)
+            raise ArgumentError(
+                f"parameter '{name}' has dtype {str(param.dtype).removeprefix('torch.')}; the wire supports {supported}. "
+                "Cast the module before building DistributedOptimizer (view_as_real for complex parameters)."
+            )
+        spec = ParamSpec(len(tracked), name, tuple(param.shape), param.dtype)
+        strides = dense_strides(param.shape, param.stride())
+        tracked.append(TrackedParameter(spec, param, groups[param], strides, InFlightGradient(param, name, unscale)))
+    if not tracked:
+        raise ArgumentError("the optimizer has no trainable parameter of this model. Pass the model that it trains.")
+    devices = {t.param.device for t in tracked}
+    if len(devices) > 1:
+        raise ArgumentError(
+            f"the parameters are on {', '.join(sorted(map(str, devices)))}; expected one device. Move the model to one, or "
+            "build one DistributedOptimizer for each part."
+        )
+    _check_shared_memory(tracked)
+    return tracked
+
+
+def _check_model(names: dict[nn.Parameter, str]) -> None:
+    for param, name in names.items():
+        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+            raise ArgumentError(
+                f"parameter '{name}' has no shape yet (a lazy module). Run one forward before building "
+                "DistributedOptimizer: `with torch.no_grad(): model(example)`."
+            )
+
+
+def _check_shared_memory(tracked: Sequence[TrackedParameter]) -> None:
+    """Different Parameter objects over the same memory would drift apart once each has a place of its own."""
+    spans = sorted(
+        (t.param.data_ptr(), t.param.data_ptr() + t.spec.num_bytes, t.spec.fqn) for t in tracked if t.spec.numel
+    )
+    for (_, end, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            raise ArgumentError(
+                f"parameters '{name}' and '{other}' share memory but are different Parameter objects. To tie them, assign "
+                "the same Parameter to both modules; else clone one."
+            )

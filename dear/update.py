@@ -1,0 +1,188 @@
+"""The two ways to apply averaged gradients: sharded (each rank steps its part) and whole (the user's own step).
+
+Both offer the same operations on the averaged gradients, which all ranks must call alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import optim
+
+from dearcore.bucket import BucketRuntime
+from dearcore.shard import TorchStepper
+
+from .parameters import without_waiting
+from .replica import Replica
+from .tracked import TrackedParameter
+
+__all__ = ["ShardedUpdate", "Update", "WholeUpdate", "snapshot_hyper"]
+
+
+def snapshot_hyper(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group at this moment; a later change (a scheduler's) must not reach a step under way."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class Update(Protocol):
+    def gradients_finished(self) -> None:
+        """Called when every reduction of this step has been enqueued."""
+
+    def norm(self, norm_type: float) -> torch.Tensor: ...
+
+    def change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
+        """Applies an element-wise change in place."""
+
+    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None: ...
+
+    def full_grad(self, tracked: TrackedParameter) -> torch.Tensor: ...
+
+    def step(self) -> None: ...
+
+
+class ShardedUpdate:
+    """Each rank changes and steps its own shard of every bucket."""
+
+    def __init__(self, replica: Replica, optimizer: optim.Optimizer) -> None:
+        self._replica, self._optimizer = replica, optimizer
+        for bucket in replica.buckets:
+            bucket.stepper = TorchStepper(optimizer, bucket.owned, bucket.master_shard, bucket.step_grad_shard)
+
+    def gradients_finished(self) -> None:
+        pass
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+
+        def add(bucket: BucketRuntime) -> None:
+            shard = bucket.grad_shard
+            if norm_type == float("inf"):
+                total.copy_(torch.maximum(total, shard.abs().max().to("cpu", torch.float64)))
+            else:
+                total.add_(_power_sum(shard, norm_type).to("cpu"))
+
+        self._on_every_shard("norm", add)
+        replica = self._replica
+        kind = "max" if norm_type == float("inf") else "sum"
+        label = f"gradient norm in step {replica.step}"
+        replica.communicator.start_all_reduce(total, kind, replica.streams.communication, label)
+        replica.wait_communication()
+        return total if norm_type == float("inf") else total ** (1.0 / norm_type)
+
+    def change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
+        for bucket in self._replica.buckets:
+            shard = bucket.grad_shard
+            bucket.on_reduced(f"change[{bucket.index}]", lambda shard=shard: change(shard))  # type: ignore[misc]
+
+    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        found = found_inf.detach().clone()
+
+        def work(bucket: BucketRuntime) -> None:
+            torch._amp_foreach_non_finite_check_and_unscale_([bucket.grad_shard], found, inv_scale)
+
+        self._on_every_shard("unscale", work)
+        replica = self._replica
+        flag = found.detach().to("cpu").reshape(1)
+        label = f"search for inf and nan in step {replica.step}"
+        replica.communicator.start_all_reduce(flag, "max", replica.streams.communication, label)
+        replica.wait_communication()
+        found_inf.copy_(flag.view(found_inf.shape))
+
+    def full_grad(self, tracked: TrackedParameter) -> torch.Tensor:
+        replica = self._replica
+        parts: list[torch.Tensor] = []
+        for index in replica.scheduler.buckets_of[tracked.spec.index]:
+            bucket = replica.buckets[index]
+            slot = next(s for s in bucket.layout.slots if s.param == tracked.spec.index)
+            whole = bucket.start_gather_of(bucket.grad_shard, f"all_gather of the gradient of {slot.fqn}", replica.step)
+            replica.wait_communication()
+            parts.append(whole.view(-1)[slot.offset : slot.offset + slot.numel])
+        return tracked.view_of(torch.cat(parts).to(tracked.spec.dtype))
+
+    def step(self) -> None:
+        replica = self._replica
+        replica.hyper = snapshot_hyper(self._optimizer)
+        replica.streams.wait_compute()
+        replica.scheduler.finish_step()
+        replica.arm()
+        with without_waiting():
+            torch.autograd.graph.increment_version([t.param for t in replica.tracked])
+
+    def _on_every_shard(self, name: str, work: Callable[[BucketRuntime], None]) -> None:
+        """Runs `work` for each bucket once it is reduced, and blocks until all have been done."""
+        for bucket in self._replica.buckets:
+            bucket.on_reduced(f"{name}[{bucket.index}]", lambda bucket=bucket: work(bucket))  # type: ignore[misc]
+        for bucket in self._replica.buckets:
+            bucket.shard_stepped.wait_host()
+
+
+class WholeUpdate:
+    """Gradients are gathered and the user's own `step` runs once, with every averaged gradient in its place.
+
+    It runs in one call and not bucket by bucket: an optimizer that is not known to be element-wise may count its calls or
+    couple parameters (a global norm, say), and must see what it would see in plain PyTorch.
+    """
+
+    def __init__(self, replica: Replica, optimizer: optim.Optimizer) -> None:
+        self._replica, self._optimizer = replica, optimizer
+
+    def gradients_finished(self) -> None:
+        """Puts the averaged gradient into every `p.grad` whose parameter was used by any rank."""
+        replica = self._replica
+        gathered, replica.whole_grads = replica.whole_grads, {}
+        parts: dict[int, list[torch.Tensor]] = {}
+        used: dict[int, bool] = {}
+        for index, whole in sorted(gathered.items()):
+            bucket = replica.buckets[index]
+            bucket.params_gathered.wait_compute()
+            for segment in bucket.layout.segments():
+                param = bucket.layout.slots[segment.slot].param
+                region = whole[segment.shard]
+                parts.setdefault(param, []).append(region[segment.offset : segment.offset + segment.numel])
+                flag = bool(region[bucket.layout.shard_numel + segment.flag] > 0)
+                used[param] = used.get(param, False) or flag
+        for param, pieces in parts.items():
+            tracked = replica.tracked[param]
+            flat = torch.cat(pieces).to(tracked.spec.dtype)
+            tracked.param.grad = tracked.view_of(flat) if used[param] else None
+            tracked.retained = False
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        grads = self._grads()
+        if norm_type == float("inf"):
+            return torch.stack([g.abs().max().double() for g in grads if g.numel()] or [torch.zeros(())]).max()
+        return sum((_power_sum(g, norm_type) for g in grads), torch.zeros((), dtype=torch.float64)) ** (1.0 / norm_type)
+
+    def change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
+        with torch.no_grad():
+            for grad in self._grads():
+                change(grad)
+
+    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(self._grads(), found_inf, inv_scale)
+
+    def full_grad(self, tracked: TrackedParameter) -> torch.Tensor:
+        grad = tracked.param.grad
+        return torch.zeros_like(tracked.param) if grad is None else grad.detach().clone()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._replica.scheduler.restart()
+
+    def _grads(self) -> Sequence[torch.Tensor]:
+        return [t.param.grad for t in self._replica.tracked if t.param.grad is not None]
+
+
+def _power_sum(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    if norm_type == 2.0:
+        return torch.linalg.vector_norm(grad, 2.0, dtype=torch.float64) ** 2
+    return grad.abs().double().pow(norm_type).sum()

@@ -1,0 +1,245 @@
+"""One bucket at run time: its buffers, its events, and the ops that move it from phase to phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum
+from typing import Any
+
+import dear_kernels
+import torch
+
+from .communicator import Communicator
+from .errors import ScheduleError
+from .layout import Bucket
+from .shard import OwnedSegment, ShardStepper
+from .streams import Event, Stream, Streams
+
+__all__ = ["BucketRuntime", "FlatPool", "Phase", "accumulate_dtype"]
+
+
+class Phase(Enum):
+    """What was enqueued last for a bucket; events say what has finished."""
+
+    READY = "ready for gradients"
+    REDUCED = "reduce-scatter enqueued"
+    STEPPED = "step enqueued"
+    GATHERED = "all-gather enqueued"
+
+
+_NEXT = {
+    Phase.READY: (Phase.REDUCED,),
+    Phase.REDUCED: (Phase.REDUCED, Phase.STEPPED, Phase.GATHERED),
+    Phase.STEPPED: (Phase.GATHERED,),
+    Phase.GATHERED: (Phase.REDUCED,),
+}
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums of gradients are taken in fp32, of fp64 in fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class FlatPool:
+    """A few flat gradient buffers of one dtype, used in turn: one on the wire, one packed, one being packed."""
+
+    NUM_BUFFERS = 3
+
+    def __init__(self, numel: int, dtype: torch.dtype, num_buckets: int, streams: Streams) -> None:
+        count = min(self.NUM_BUFFERS, num_buckets)
+        self._entries: list[tuple[torch.Tensor, Event]] = [
+            (torch.zeros(numel, dtype=dtype, device=streams.device), streams.new_event()) for _ in range(count)
+        ]
+        self._next = 0
+
+    def take(self) -> tuple[torch.Tensor, Event]:
+        """A buffer, and the event after which it may be written (to be recorded again when the buffer was read)."""
+        entry = self._entries[self._next]
+        self._next = (self._next + 1) % len(self._entries)
+        return entry
+
+
+class BucketRuntime:
+    """Args:
+    param_flat: [padded_numel], the parameters' own storage.
+    pool: flat gradient buffers in the dtype of the wire.
+    owned: this rank's segments, in the order of offsets.
+    step_dtype: dtype that the shard is stepped in; wider than the parameters' means a master copy of the shard.
+    """
+
+    def __init__(
+        self,
+        layout: Bucket,
+        param_flat: torch.Tensor,
+        pool: FlatPool,
+        owned: Sequence[OwnedSegment],
+        step_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        communicator: Communicator,
+        streams: Streams,
+    ) -> None:
+        self.layout, self.owned = layout, owned
+        self._communicator, self._streams, self._pool = communicator, streams, pool
+        self._phase = Phase.READY
+        rank, size = communicator.rank, communicator.size
+        shard_numel, region_numel = layout.shard_numel, layout.region_numel
+        device = param_flat.device
+        self.param_flat = param_flat
+        self.param_shard = param_flat[rank * shard_numel : (rank + 1) * shard_numel]
+        self.master_shard = self.param_shard if step_dtype == layout.dtype else self.param_shard.to(step_dtype)
+        accumulate = accumulate_dtype(layout.dtype)
+        self.reduced_region = torch.zeros(region_numel, dtype=accumulate, device=device)
+        self.grad_shard = self.reduced_region[:shard_numel]
+        self._flags = self.reduced_region[shard_numel:]
+        self._flags_used = [segment.flag for segment in owned]
+        # what the stepper reads: the reduced shard itself unless the step runs in another dtype
+        self.step_grad_shard = self.grad_shard if step_dtype == accumulate else self.grad_shard.to(step_dtype)
+        self.stepper: ShardStepper | None = None
+        # bf16 and fp16 gradients are scaled before the wire, where their sum could overflow; else the sum is scaled
+        self._narrow_wire = torch.finfo(wire_dtype).bits < torch.finfo(accumulate).bits
+        self._pack_scale = 1.0 / size if self._narrow_wire else 1.0
+        self._divisor = 1 if self._narrow_wire else size
+        self._table = dear_kernels.SegmentTable(
+            [
+                dear_kernels.Segment(
+                    tensor=segment.slot,
+                    start=segment.start,
+                    offset=segment.shard * region_numel + segment.offset,
+                    numel=segment.numel,
+                    flag=segment.shard * region_numel + shard_numel + segment.flag,
+                )
+                for segment in layout.segments()
+            ],
+            len(layout.slots),
+        )
+        self.grads_packed = streams.new_event()  # pack -> reduce-scatter
+        self.grads_reduced = streams.new_event()  # reduce-scatter -> shard step
+        self.shard_stepped = streams.new_event()  # shard step -> all-gather, next reduce-scatter
+        self.params_gathered = streams.new_event()  # all-gather -> next forward
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    def start_reduce_scatter(
+        self, grads: Sequence[torch.Tensor | None], retained: Sequence[bool] | None, step: int
+    ) -> None:
+        """Packs one gradient a slot (None: missing, counts as zero and unused) and reduces the bucket.
+
+        Gradients are indexed as parameters lie in memory, row-major. They are kept alive until they are packed.
+        `retained` says for which slots the result is added to what an earlier round left; None: for none.
+        """
+        self._move(Phase.REDUCED)
+        streams, communication = self._streams, self._streams.communication
+        flat, flat_read = self._pool.take()
+        grad_flat = flat[: self.layout.region_numel * self.layout.world_size]
+        streams.wait_gradients()
+        streams.pack.wait(flat_read)
+        held = list(grads)
+
+        def pack() -> None:
+            dear_kernels.pack_(grad_flat, held, self._table, scale=self._pack_scale)
+            held.clear()
+
+        streams.pack.run(f"pack[{self.index}]", pack)
+        streams.pack.record(self.grads_packed)
+        communication.wait(self.grads_packed)
+        communication.wait(self.shard_stepped)
+        output = self.reduced_region if retained is None else torch.empty_like(self.reduced_region)
+        label = self._label("reduce_scatter", step)
+        self._communicator.start_reduce_scatter(output, grad_flat, self._divisor, communication, label)
+        communication.record(flat_read)
+        if retained is not None:
+            keep = [retained[segment.slot] for segment in self.layout.segments() if segment.shard == self._communicator.rank]
+            communication.run(f"add[{self.index}]", lambda: self._add_round(output, keep))
+        communication.record(self.grads_reduced)
+
+    def start_step(self, hyper: Sequence[dict[str, Any]]) -> None:
+        """Steps this rank's shard with the options of each parameter group."""
+        self._move(Phase.STEPPED)
+        self.on_reduced(f"step[{self.index}]", lambda: self._step(hyper))
+
+    def on_reduced(self, name: str, work: Callable[[], None]) -> None:
+        """Runs `work`, which may read and change the reduced shard, after the reduction and before what follows it."""
+        stream: Stream = self._streams.step
+        stream.wait(self.grads_reduced)
+        stream.run(name, work)
+        stream.record(self.shard_stepped)
+
+    def start_all_gather(self, step: int) -> None:
+        """Gathers the parameters in place."""
+        self._move(Phase.GATHERED)
+        communication = self._streams.communication
+        communication.wait(self.shard_stepped)
+        self._communicator.start_all_gather(self.param_flat, communication, self._label("all_gather", step))
+        communication.record(self.params_gathered)
+
+    def start_all_gather_grads(self, step: int) -> torch.Tensor:
+        """Returns [size, region_numel]: the averaged gradients with their flags, whole once `params_gathered` is true."""
+        self._move(Phase.GATHERED)
+        whole = self.start_gather_of(self.reduced_region, "all_gather of gradients", step)
+        self._streams.communication.record(self.params_gathered)
+        return whole
+
+    def start_gather_of(self, shard: torch.Tensor, what: str, step: int) -> torch.Tensor:
+        """Returns [size, n], every rank's `shard` [n] by rank, whole when the communication stream has passed."""
+        communication, rank = self._streams.communication, self._communicator.rank
+        whole = torch.empty(self.layout.world_size, shard.numel(), dtype=shard.dtype, device=shard.device)
+        communication.wait(self.grads_reduced)
+        communication.wait(self.shard_stepped)
+        communication.run(f"copy[{self.index}]", lambda: _discard(whole[rank].copy_(shard)))
+        self._communicator.start_all_gather(whole.view(-1), communication, self._label(what, step))
+        return whole
+
+    def used_segments(self) -> list[bool]:
+        """Which owned segments had a gradient on any rank, once the bucket is reduced."""
+        counts = self._flags.tolist()
+        return [counts[flag] > 0 for flag in self._flags_used]
+
+    def _step(self, hyper: Sequence[dict[str, Any]]) -> None:
+        assert self.stepper is not None
+        used = self.used_segments()
+        if self.step_grad_shard is not self.grad_shard:
+            self.step_grad_shard.copy_(self.grad_shard)
+        if self.master_shard is not self.param_shard:
+            self._adopt_foreign_changes()
+        self.stepper.step(None if all(used) else used, hyper)
+        if self.master_shard is not self.param_shard:
+            self.param_shard.copy_(self.master_shard)
+
+    def _adopt_foreign_changes(self) -> None:
+        """Where a parameter is no longer its master's rounding, somebody else has written it: it becomes the master."""
+        changed = self.master_shard.to(self.param_shard.dtype) != self.param_shard
+        torch.where(changed, self.param_shard.to(self.master_shard.dtype), self.master_shard, out=self.master_shard)
+
+    def _add_round(self, new: torch.Tensor, keep: Sequence[bool]) -> None:
+        for segment, kept in zip(self.owned, keep, strict=True):
+            if not kept:
+                self._clear(segment)
+        self.reduced_region.add_(new)
+
+    def drop(self, params: Collection[int]) -> None:
+        """Clears the averaged gradients of `params` and their flags. To be run by `on_reduced`."""
+        for segment in self.owned:
+            if segment.param in params:
+                self._clear(segment)
+
+    def _clear(self, segment: OwnedSegment) -> None:
+        self.grad_shard[segment.offset : segment.offset + segment.numel].zero_()
+        self._flags[segment.flag] = 0
+
+    def _label(self, what: str, step: int) -> str:
+        return f"{what}[{self.index}] ({self.layout.first_names()}) in step {step}"
+
+    def _move(self, to: Phase) -> None:
+        if to not in _NEXT[self._phase]:
+            expected = " or ".join(phase.value for phase in _NEXT[self._phase])
+            raise ScheduleError(
+                f"bucket {self.index} cannot go from '{self._phase.value}' to '{to.value}'; expected {expected}. "
+                "Was step() called before backward() finished?"
+            )
+        self._phase = to
+
+
+def _discard(_: object) -> None:
+    return None

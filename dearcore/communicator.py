@@ -1,0 +1,118 @@
+"""What a communicator does, and the one of a single rank.
+
+Every `start_*` enqueues one collective on `stream` and returns. All ranks must start the same collectives in the same
+order; `label` names one for people (`reduce_scatter of bucket 3 (fc.weight, ...) in step 17`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .streams import Stream
+
+__all__ = ["Communicator", "LocalCommunicator", "NullCommunicator"]
+
+
+class Communicator(Protocol):
+    rank: int
+    size: int
+    deterministic: bool
+    bytes_sent: int  # payload this rank has sent in reduce-scatters and all-gathers
+
+    def start_reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
+    ) -> None:
+        """`output` [n] = sum over ranks of shard `rank` of `flat` [size * n], divided by `divisor`.
+
+        `flat` is read and overwritten, `output` valid, when the stream has passed. `output` may have a wider dtype
+        than `flat`: the last addition and the division then happen in the wider one. In deterministic mode the sum is
+        taken in rank order in the dtype of `output`.
+        """
+
+    def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
+        """In place: shard r of `flat` [size * n] is read on rank r and valid everywhere when the stream has passed."""
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+        """In place; `op` is "sum" or "max". For small tensors: summed in rank order on every rank."""
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
+        """In place: every rank holds the root's values when the stream has passed."""
+
+    def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
+        """`into` holds every rank's picklable object, by rank, when the stream has passed."""
+
+    def close(self) -> None: ...
+
+
+class LocalCommunicator:
+    """World size 1: the same calls, nothing to send."""
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.rank, self.size, self.deterministic, self.bytes_sent = 0, 1, deterministic, 0
+
+    def start_reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
+    ) -> None:
+        def work() -> None:
+            output.copy_(flat)
+            if divisor != 1:
+                output.div_(divisor)
+
+        stream.run(label, work)
+
+    def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
+        stream.run(label, lambda: None)
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+        stream.run(label, lambda: None)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
+        stream.run(label, lambda: None)
+
+    def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
+        stream.run(label, lambda: into.append(mine))
+
+    def close(self) -> None:
+        pass
+
+
+class NullCommunicator:
+    """Moves nothing: what an iteration costs without communication. The weights it trains are not the right ones."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.deterministic, self.bytes_sent = rank, size, False, 0
+
+    def start_reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
+    ) -> None:
+        numel = output.numel()
+        stream.run(label, lambda: _discard(output.copy_(flat[self.rank * numel : (self.rank + 1) * numel])))
+
+    def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
+        stream.run(label, lambda: None)
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+        stream.run(label, lambda: None)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
+        stream.run(label, lambda: None)
+
+    def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
+        stream.run(label, lambda: into.extend([mine] * self.size))
+
+    def close(self) -> None:
+        pass
+
+
+def _discard(_: torch.Tensor) -> None:
+    return None
+
+
+def pieces_of(numel: int, piece_numel: int) -> Sequence[slice]:
+    """Cuts `numel` elements into slices of at most `piece_numel`; one empty slice for nothing."""
+    if numel <= piece_numel:
+        return (slice(0, numel),)
+    return tuple(slice(at, min(at + piece_numel, numel)) for at in range(0, numel, piece_numel))

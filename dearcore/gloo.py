@@ -1,0 +1,256 @@
+"""Collectives over gloo's point-to-point messages.
+
+gloo's own reduce_scatter costs more than its all_reduce, so both halves are rings here: shard k travels through the
+ranks k+1, k+2, ..., k and each adds its part (reduce-scatter), or keeps a copy (all-gather). Each rank sends
+(P-1)/P of the buffer in each half. Messages are cut into pieces, so that adding one overlaps with receiving the next.
+
+In deterministic mode the reduce-scatter is a direct exchange: everyone sends shard k to rank k, which adds them in
+rank order. The same bytes travel; the result depends neither on the plan nor on the schedule.
+
+Every message carries the number of its collective in its tag, so that ranks that started different collectives wait
+for each other until the timeout instead of mixing sums.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .communicator import pieces_of
+from .errors import CommunicatorError
+from .streams import Stream
+
+__all__ = ["GlooCommunicator"]
+
+# 2 MiB: `python -m bench collectives --piece-mib 0.25 0.5 1 2 4`, 4 ranks, 32 MB, 2 cores, loopback.
+PIECE_BYTES = 2 * 1024 * 1024
+_SUBTAG_BITS = 13  # pieces of one collective; the rest of the 31 bits of a tag counts collectives
+_MAX_PIECES = 1 << _SUBTAG_BITS
+_MAX_SEQUENCE = 1 << (31 - _SUBTAG_BITS)
+
+
+class GlooCommunicator:
+    """One set of connections between `size` ranks; see `Communicator` for the contract of each method.
+
+    Used by one stream at a time. CUDA tensors are staged through pinned host memory.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, deterministic: bool, piece_bytes: int = 0
+    ) -> None:
+        self.rank, self.size, self.deterministic, self.bytes_sent = rank, size, deterministic, 0
+        self._timeout = timeout
+        self._piece_bytes = piece_bytes or PIECE_BYTES
+        self._sequence = 0
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._staging: dict[torch.dtype, torch.Tensor] = {}
+        try:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        except (RuntimeError, ValueError) as error:
+            raise CommunicatorError(
+                f"rank {rank} of {size}: gloo could not connect: {error}. Check that every rank was started, and that "
+                "GLOO_SOCKET_IFNAME, if set, names an interface of this host (see `ip link`)."
+            ) from error
+
+    def start_reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
+    ) -> None:
+        exchange = self._exchange if self.deterministic else self._ring_reduce
+
+        def work(tag: int) -> None:
+            with _Staged(self, flat, copy_back=False) as host_flat:
+                host_output = output if not output.is_cuda else torch.empty(output.shape, dtype=output.dtype)
+                exchange(host_output, host_flat, tag)
+                if divisor != 1:
+                    host_output.div_(divisor)
+                if host_output is not output:
+                    output.copy_(host_output)
+
+        self._start(work, stream, label)
+
+    def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
+        def work(tag: int) -> None:
+            with _Staged(self, flat, copy_back=True) as host_flat:
+                self._ring_gather(host_flat, tag)
+
+        self._start(work, stream, label)
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+        def work(tag: int) -> None:
+            flat = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
+            flat[self.rank].copy_(tensor)
+            self._ring_gather(flat.view(-1), tag)
+            total = flat[0]
+            for other in flat[1:]:
+                total = torch.maximum(total, other) if op == "max" else total.add_(other)
+            tensor.copy_(total)
+
+        self._start(work, stream, label)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
+        def work(tag: int) -> None:
+            with _Staged(self, tensor, copy_back=True) as host:
+                options = dist.BroadcastOptions()
+                options.rootRank, options.rootTensor = root, 0
+                if host.numel():
+                    self._group.broadcast([host.contiguous().view(-1).view(torch.uint8)], options).wait()
+
+        assert tensor.is_contiguous()
+        self._start(work, stream, label)
+
+    def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
+        message = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+
+        def work(tag: int) -> None:
+            lengths = torch.zeros(self.size, dtype=torch.int64)
+            lengths[self.rank] = message.numel()
+            self._ring_gather(lengths, tag)
+            longest = int(lengths.max())
+            messages = torch.zeros(self.size, longest, dtype=torch.uint8)
+            messages[self.rank, : message.numel()] = message
+            self._ring_gather(messages.view(-1), tag + self.size)
+            into.extend(pickle.loads(m[:n].numpy().tobytes()) for m, n in zip(messages, lengths.tolist(), strict=True))
+
+        self._start(work, stream, label)
+
+    def close(self) -> None:
+        self._group.abort()
+
+    def _start(self, work: Callable[[int], None], stream: Stream, label: str) -> None:
+        tag = (self._sequence % _MAX_SEQUENCE) << _SUBTAG_BITS
+        self._sequence += 1
+
+        def checked() -> None:
+            try:
+                work(tag)
+            except RuntimeError as error:
+                raise CommunicatorError(f"rank {self.rank} of {self.size}: {label} failed: {error}") from error
+
+        stream.run(label, checked)
+
+    def _ring_reduce(self, output: torch.Tensor, flat: torch.Tensor, tag: int) -> None:
+        """Step s: pass on what was summed of shard rank-s-1, receive and add to shard rank-s-2."""
+        rank, size, group = self.rank, self.size, self._group
+        left, right = (rank - 1) % size, (rank + 1) % size
+        shards = flat.view(size, -1)
+        pieces = self._pieces(shards)
+        received = self._scratch_for(flat.dtype, min(2, size - 1) * shards.shape[1]).view(-1, shards.shape[1])
+
+        def post(step: int) -> list[Any]:
+            subtag = tag + step * len(pieces)
+            return [group.recv([received[step % 2][p]], left, subtag + i) for i, p in enumerate(pieces)]
+
+        first = shards[(rank - 1) % size]
+        receives = post(0)
+        sends = [group.send([first[p]], right, tag + i) for i, p in enumerate(pieces)]
+        for step in range(size - 1):
+            last = step == size - 2
+            next_receives = [] if last else post(step + 1)
+            mine, theirs = shards[(rank - step - 2) % size], received[step % 2]
+            for i, piece in enumerate(pieces):
+                receives[i].wait()
+                if last:
+                    _add_out(mine[piece], theirs[piece], output[piece])
+                else:
+                    mine[piece].add_(theirs[piece])
+                    sends.append(group.send([mine[piece]], right, tag + (step + 1) * len(pieces) + i))
+            receives = next_receives
+        for send in sends:
+            send.wait()
+        self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
+
+    def _ring_gather(self, flat: torch.Tensor, tag: int) -> None:
+        """Step s: pass on shard rank-s, receive shard rank-s-1, straight into its place."""
+        rank, size, group = self.rank, self.size, self._group
+        left, right = (rank - 1) % size, (rank + 1) % size
+        shards = flat.view(size, -1)
+        pieces = self._pieces(shards)
+        receives = [
+            [group.recv([shards[(rank - step - 1) % size][p]], left, tag + step * len(pieces) + i) for i, p in enumerate(pieces)]
+            for step in range(size - 1)
+        ]
+        sends = [group.send([shards[rank][p]], right, tag + i) for i, p in enumerate(pieces)]
+        for step in range(size - 1):
+            got = shards[(rank - step - 1) % size]
+            for i, piece in enumerate(pieces):
+                receives[step][i].wait()
+                if step < size - 2:
+                    sends.append(group.send([got[piece]], right, tag + (step + 1) * len(pieces) + i))
+        for send in sends:
+            send.wait()
+        self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
+
+    def _exchange(self, output: torch.Tensor, flat: torch.Tensor, tag: int) -> None:
+        """Everyone's shard `rank` comes here and is added in rank order, in the dtype of `output`."""
+        rank, size, group = self.rank, self.size, self._group
+        shards = flat.view(size, -1)
+        pieces = self._pieces(shards)
+        received = self._scratch_for(flat.dtype, size * shards.shape[1]).view(size, -1)
+        others = [(rank + distance) % size for distance in range(1, size)]
+        receives = {
+            peer: [group.recv([received[peer][p]], peer, tag + i) for i, p in enumerate(pieces)] for peer in others
+        }
+        sends = [group.send([shards[peer][p]], peer, tag + i) for i, p in enumerate(pieces) for peer in others]
+        for peer in range(size):
+            part = shards[rank] if peer == rank else received[peer]
+            for i, piece in enumerate(pieces):
+                if peer != rank:
+                    receives[peer][i].wait()
+                if peer == 0:
+                    output[piece].copy_(part[piece])
+                else:
+                    output[piece].add_(part[piece])
+        for send in sends:
+            send.wait()
+        self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
+
+    def _pieces(self, shards: torch.Tensor) -> Any:
+        """Slices of one shard; no more than there are tags for."""
+        numel = shards.shape[1]
+        most = max(1, _MAX_PIECES // max(1, 2 * self.size))
+        return pieces_of(numel, max(1, self._piece_bytes // shards.itemsize, -(-numel // most)))
+
+    def _scratch_for(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return _grown(self._scratch, dtype, numel, pinned=False)
+
+    def _staging_for(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return _grown(self._staging, dtype, numel, pinned=True)
+
+
+class _Staged:
+    """The tensor itself on CPU; on CUDA a pinned copy of it, written back at the end if asked."""
+
+    def __init__(self, communicator: GlooCommunicator, tensor: torch.Tensor, copy_back: bool) -> None:
+        self._tensor, self._copy_back = tensor, copy_back
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = communicator._staging_for(tensor.dtype, tensor.numel()).view(tensor.shape)
+
+    def __enter__(self) -> torch.Tensor:
+        if self._host is not self._tensor:
+            self._host.copy_(self._tensor)
+        return self._host
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._copy_back and self._host is not self._tensor:
+            self._tensor.copy_(self._host)
+
+
+def _add_out(mine: torch.Tensor, theirs: torch.Tensor, output: torch.Tensor) -> None:
+    if output.dtype == mine.dtype:
+        torch.add(mine, theirs, out=output)
+    else:  # the wire was narrower: the last addition happens in the accumulator's dtype
+        output.copy_(mine).add_(theirs)
+
+
+def _grown(cache: dict[torch.dtype, torch.Tensor], dtype: torch.dtype, numel: int, pinned: bool) -> torch.Tensor:
+    """A buffer that lives as long as the communicator and grows to the largest request."""
+    buffer = cache.get(dtype)
+    if buffer is None or buffer.numel() < numel:
+        buffer = cache[dtype] = torch.empty(numel, dtype=dtype, pin_memory=pinned)
+    return buffer[:numel]

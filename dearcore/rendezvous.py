@@ -1,0 +1,193 @@
+"""How ranks find each other: torchrun's variables, Open MPI's, Slurm's, or none (then the world is one rank)."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from .communicator import Communicator, LocalCommunicator
+from .errors import ArgumentError, CommunicatorError
+from .gloo import GlooCommunicator
+
+__all__ = ["Launch", "World", "read_launch"]
+
+_num_worlds = 0  # of this process: init, shutdown, init again must not meet the keys of the first time
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher said, or world size 1."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    master_addr: str
+    master_port: int
+    source: str  # "torchrun", "Open MPI", "Slurm", "torch.distributed" or "none"
+
+
+def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
+    """Reads the launcher's variables. Raises ArgumentError naming the variable that is missing or wrong."""
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", need_addr=True)
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        return _launch(env, "Open MPI", *names, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if int(env.get("SLURM_NTASKS", "1") or 1) > 1 and "SLURM_PROCID" in env:
+        return _launch(env, "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+    return Launch(0, 1, 0, 1, "127.0.0.1", 0, "none")
+
+
+def _launch(
+    env: Mapping[str, str], source: str, rank: str, size: str, local_rank: str, local_size: str, need_addr: bool = False
+) -> Launch:
+    world_size = _number(env, size, source, least=1)
+    this_rank = _number(env, rank, source, least=0)
+    if this_rank >= world_size:
+        raise ArgumentError(f"{rank}={this_rank} but {size}={world_size}; ranks count from 0 to {size} - 1.")
+    addr, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if world_size > 1 and need_addr:
+        for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)):
+            if not value:
+                raise ArgumentError(f"{name} is not set, but {size}={world_size}. Start with torchrun, or set {name}.")
+    return Launch(
+        this_rank,
+        world_size,
+        _number(env, local_rank, source, least=0, default=this_rank),
+        _number(env, local_size, source, least=1, default=world_size),
+        addr or _slurm_first_host(env) or "127.0.0.1",
+        _number(env, "MASTER_PORT", source, least=1, default=DEFAULT_PORT),
+        source,
+    )
+
+
+def _number(env: Mapping[str, str], name: str, source: str, least: int, default: int | None = None) -> int:
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    match = re.match(r"\d+", text)  # Slurm writes 4(x2) for "4 tasks on each of 2 nodes"
+    if not match or int(match[0]) < least:
+        raise ArgumentError(
+            f"{name}={text!r} is not a whole number >= {least}, but {source} variables are set. Start all ranks with "
+            f"one launcher, or set {name}."
+        )
+    return int(match[0])
+
+
+def _slurm_first_host(env: Mapping[str, str]) -> str:
+    nodes = env.get("SLURM_JOB_NODELIST", "") if "SLURM_PROCID" in env else ""
+    if "[" in nodes:
+        shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+        return shown.stdout.split("\n")[0].strip()
+    return nodes.partition(",")[0]
+
+
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+class World:
+    """The ranks of this job and the store that they meet at. Makes communicators; one for each optimizer.
+
+    Reuses torch.distributed's default store where the user has initialised it, and leaves the user's process groups
+    alone: every communicator has connections of its own.
+    """
+
+    def __init__(self, launch: Launch, timeout: timedelta, deterministic: bool) -> None:
+        self.timeout = timeout
+        self.deterministic = deterministic
+        self.store: dist.Store | None = None
+        if dist.is_initialized():
+            self.launch = Launch(
+                dist.get_rank(),
+                dist.get_world_size(),
+                launch.local_rank if launch.source != "none" else dist.get_rank(),
+                launch.local_size if launch.source != "none" else dist.get_world_size(),
+                launch.master_addr,
+                launch.master_port,
+                "torch.distributed",
+            )
+            self.store = dist.distributed_c10d._get_default_store()
+        else:
+            self.launch = launch
+            if launch.size > 1:
+                self.store = _connect(launch, timeout)
+        self.rank, self.size = self.launch.rank, self.launch.size
+        self._num_communicators: dict[tuple[int, ...], int] = {}
+        self._closeables: weakref.WeakSet[Closeable] = weakref.WeakSet()
+        global _num_worlds
+        _num_worlds += 1
+        self._key = f"dear/{_num_worlds}"
+
+    def on_shutdown(self, closeable: Closeable) -> None:
+        """`closeable.close()` is called by `close`, unless it has died before."""
+        self._closeables.add(closeable)
+
+    def close(self) -> None:
+        for closeable in list(self._closeables):
+            closeable.close()
+
+    def ranks_of(self, group: object) -> tuple[int, ...]:
+        """The world ranks of a torch process group, of a sequence of ranks, or (None) of everyone."""
+        if group is None:
+            return tuple(range(self.size))
+        if isinstance(group, dist.ProcessGroup):
+            ranks = dist.get_process_group_ranks(group)
+        elif isinstance(group, Sequence) and all(isinstance(rank, int) for rank in group):
+            ranks = sorted(group)
+        else:
+            raise ArgumentError(f"group expects a torch ProcessGroup, a list of ranks or None, got {group!r}.")
+        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+            raise ArgumentError(
+                f"group has the ranks {list(ranks)}; expected different ranks below {self.size}, rank {self.rank} "
+                "(this one) among them. Build the optimizer only on the members of its group."
+            )
+        return tuple(ranks)
+
+    def new_communicator(self, ranks: tuple[int, ...]) -> Communicator:
+        """Connects `ranks` (collective over them)."""
+        if len(ranks) == 1:
+            return LocalCommunicator(self.deterministic)
+        assert self.store is not None
+        number = self._num_communicators[ranks] = self._num_communicators.get(ranks, 0) + 1
+        key = f"{self._key}/{'-'.join(map(str, ranks))}/{number}"
+        store = dist.PrefixStore(key, self.store)
+        return GlooCommunicator(store, ranks.index(self.rank), len(ranks), self.timeout, self.deterministic)
+
+
+def _connect(launch: Launch, timeout: timedelta) -> dist.Store:
+    where = f"{launch.master_addr}:{launch.master_port}"
+    try:
+        socket.getaddrinfo(launch.master_addr, launch.master_port)
+    except OSError as error:
+        raise CommunicatorError(
+            f"rank {launch.rank}: cannot resolve MASTER_ADDR={launch.master_addr!r}: {error}. Set MASTER_ADDR to an "
+            "address of rank 0's host that every host can reach."
+        ) from error
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout)))
+            return dist.PrefixStore("dear", store)
+        host_name = launch.master_addr
+        store = dist.TCPStore(
+            host_name, launch.master_port, launch.size, launch.rank == 0, timeout, multi_tenant=True, wait_for_workers=False
+        )
+        return dist.PrefixStore("dear", store)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        role = "cannot listen on" if launch.rank == 0 else "cannot reach rank 0 at"
+        raise CommunicatorError(
+            f"rank {launch.rank}: {role} MASTER_ADDR:MASTER_PORT = {where}: {error}. If another job uses the port, set "
+            "MASTER_PORT to a free one (torchrun: --rdzv-endpoint or --master-port)."
+        ) from error

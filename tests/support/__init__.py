@@ -1,0 +1,1 @@
+"""What the tests share: a pool of rank processes, references to compare with, comparisons that explain themselves."""
