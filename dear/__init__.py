@@ -1,8 +1,8 @@
 """dear: the data-parallel optimizer that hides all of its communication.
 
-    dear.init()
-    model = Net().to(dear.device())
-    optimizer = dear.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+dear.init()
+model = Net().to(dear.device())
+optimizer = dear.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
 """
 
 from dearcore.errors import ArgumentError, CommunicatorError, DearError, ScheduleError

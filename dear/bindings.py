@@ -1,4 +1,4 @@
-"""Does the model still consist of the parameters that we train? Looked at before each step, in well under a millisecond."""
+"""Does the model still consist of the parameters that we train? Looked at before each step, at little cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bindings:
         for module in self._modules:
             for name, param in module._parameters.items():
                 if param is not None:
-                    places.setdefault(id(param), (module._parameters, name))  # type: ignore[arg-type]
+                    places.setdefault(id(param), (module._parameters, name))
         self._places = [places[id(t.param)] for t in tracked]
         self._frozen = [
             (name, p)
@@ -53,20 +53,24 @@ class Bindings:
                 param = tracked.param
                 if owner.get(name) is not param:
                     raise ScheduleError(
-                        f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or removed after "
-                        "wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Call close() and wrap again."
+                        f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or "
+                        f"removed after "
+                        "wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Call "
+                        "close() and wrap again."
                     )
                 if param.data_ptr() != address and tracked.spec.numel:
                     self._take_back(tracked)
             for name, param in self._frozen:
                 if param.requires_grad:
                     raise ScheduleError(
-                        f"parameter '{name}' was frozen when the optimizer was wrapped and is trainable now. Call close() "
+                        f"parameter '{name}' was frozen when the optimizer was wrapped and is trainable "
+                        f"now. Call close() "
                         "and wrap again (a parameter that was trainable may be frozen and thawed at any time)."
                     )
             if self._count() != self._num_members:
                 raise ScheduleError(
-                    "the model has other parameters or modules than when it was wrapped. Call close() and wrap again with "
+                    "the model has other parameters or modules than when it was wrapped. Call close() and "
+                    "wrap again with "
                     "an optimizer over the new ones."
                 )
 
@@ -75,8 +79,10 @@ class Bindings:
         view, found = self._views[index], tracked.param.data
         if found.dtype != view.dtype or found.device != view.device or found.shape != view.shape:
             raise ScheduleError(
-                f"parameter '{tracked.spec.fqn}' was {view.dtype} on {view.device} with shape {tuple(view.shape)} when it "
-                f"was wrapped and is {found.dtype} on {found.device} with shape {tuple(found.shape)} now. Convert the model "
+                f"parameter '{tracked.spec.fqn}' was {view.dtype} on {view.device} with shape "
+                f"{tuple(view.shape)} when it "
+                f"was wrapped and is {found.dtype} on {found.device} with shape {tuple(found.shape)} now. "
+                f"Convert the model "
                 "first, then wrap it."
             )
         with torch.no_grad():

@@ -41,7 +41,10 @@ def export_state(replica: Replica) -> dict[int, dict[str, Any]]:
             for param, start, state in shard:
                 _place(states.setdefault(param, {}), replica.tracked[param], start, state)
     return {
-        param: {k: replica.tracked[param].view_of(v) if _is_whole(v, replica.tracked[param]) else v for k, v in state.items()}
+        param: {
+            k: replica.tracked[param].view_of(v) if _is_whole(v, replica.tracked[param]) else v
+            for k, v in state.items()
+        }
         for param, state in states.items()
         if state
     }
@@ -56,7 +59,7 @@ def import_state(replica: Replica, states: Mapping[int, Mapping[str, Any]]) -> N
             tracked = replica.tracked[segment.param]
             state = dict(states.get(segment.param, {}))
             master = state.pop(MASTER, None)
-            if bucket.master_shard is not bucket.param_shard:
+            if bucket.has_master:
                 _restore_master(bucket, segment, tracked, master)
             segments.append(
                 {key: _cut(key, value, tracked, segment, bucket.master_shard.dtype) for key, value in state.items()}
@@ -71,22 +74,28 @@ def load_into_groups(optimizer: optim.Optimizer, state_dict: Mapping[str, Any]) 
     Raises ArgumentError if the groups do not fit, before anything has changed.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise ArgumentError("load_state_dict expects a dict with 'state' and 'param_groups', as state_dict() returns it.")
+        raise ArgumentError(
+            "load_state_dict expects a dict with 'state' and 'param_groups', as state_dict() returns it."
+        )
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     have = [len(group["params"]) for group in optimizer.param_groups]
     if saved != have:
         raise ArgumentError(
-            f"the checkpoint has parameter groups of {saved} parameters, this optimizer of {have}. Build the optimizer with "
+            f"the checkpoint has parameter groups of {saved} parameters, this optimizer of {have}. Build "
+            f"the optimizer with "
             "the groups that the checkpoint was saved with."
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = {id(param): dict(state_dict["state"].get(number, {})) for number, param in zip(numbers, params, strict=True)}
+    states = {
+        id(param): dict(state_dict["state"].get(number, {})) for number, param in zip(numbers, params, strict=True)
+    }
     for param in params:
         for key, value in states[id(param)].items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
                 raise ArgumentError(
-                    f"the checkpoint's state '{key}' has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}. "
+                    f"the checkpoint's state '{key}' has shape {tuple(value.shape)}, its parameter "
+                    f"{tuple(param.shape)}. "
                     "Load the checkpoint of this model."
                 )
     optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -101,7 +110,7 @@ def _owned_states(bucket: BucketRuntime) -> list[tuple[int, int, dict[str, Any]]
         described: dict[str, Any] = {
             key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
-        if bucket.master_shard is not bucket.param_shard:
+        if bucket.has_master:
             span = slice(segment.offset, segment.offset + segment.numel)
             described[MASTER] = bucket.master_shard[span].cpu()
         result.append((segment.param, segment.start, described))
@@ -140,4 +149,3 @@ def _restore_master(
     else:
         flat = tracked.in_memory_order(master).reshape(-1)
         bucket.master_shard[span] = flat[segment.start : segment.start + segment.numel].to(bucket.master_shard)
-

@@ -81,9 +81,7 @@ def reduce_scatter(tensor: torch.Tensor, op: ReduceOp = Average) -> torch.Tensor
         )
     flat = tensor.detach().to(_sum_dtype(tensor)).contiguous().view(-1).clone()
     output = torch.empty_like(_own(flat))
-    context.communicator.start_reduce_scatter(
-        output, flat, size if op is Average else 1, _INLINE, "reduce_scatter"
-    )
+    context.communicator.start_reduce_scatter(output, flat, size if op is Average else 1, _INLINE, "reduce_scatter")
     return output.view(-1, *tensor.shape[1:]).to(tensor.dtype)
 
 
@@ -130,7 +128,10 @@ def broadcast_parameters(
     """
     _check_root(root_rank)
     items = list(params.items()) if isinstance(params, Mapping) else list(params)
-    named = [cast("tuple[str, Any]", item if isinstance(item, tuple) else (f"tensor {i}", item)) for i, item in enumerate(items)]
+    named = [
+        cast("tuple[str, Any]", item if isinstance(item, tuple) else (f"tensor {i}", item))
+        for i, item in enumerate(items)
+    ]
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
     described = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     everyone = _gather_objects(described)
@@ -175,7 +176,9 @@ def _check_reduce(tensor: torch.Tensor, op: ReduceOp) -> None:
     if not isinstance(op, ReduceOp):
         raise ArgumentError(f"op={op!r}; expected dear.Average, dear.Sum, dear.Max or dear.Min.")
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.dtype == torch.bool:
-        raise ArgumentError(f"cannot reduce a tensor of {tensor.dtype}, {tensor.layout}. Use view_as_real, to_dense or int.")
+        raise ArgumentError(
+            f"cannot reduce a tensor of {tensor.dtype}, {tensor.layout}. Use view_as_real, to_dense or int."
+        )
     if op is Average and not tensor.is_floating_point():
         raise ArgumentError(f"the average of {tensor.dtype} is not a whole number. Use dear.Sum, or cast to float.")
 

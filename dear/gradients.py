@@ -62,7 +62,7 @@ class InFlightGradient(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _aten.add_.Tensor and isinstance(args[0], cls) and not isinstance(args[1], cls) and not kwargs:
@@ -83,8 +83,10 @@ class InFlightGradient(torch.Tensor):
             return None
         grad = _first(args, cls)
         raise ScheduleError(
-            f"the gradient of '{grad.fqn if grad is not None else '?'}' is being averaged over ranks and cannot be used "
-            f"by {func}. Call opt.clip_grad_norm_(max_norm) or opt.clip_grad_value_(value) instead of torch's functions, "
+            f"the gradient of '{grad.fqn if grad is not None else '?'}' is being averaged over ranks and "
+            f"cannot be used "
+            f"by {func}. Call opt.clip_grad_norm_(max_norm) or opt.clip_grad_value_(value) instead of "
+            f"torch's functions, "
             "opt.full_grad(param) to read the averaged gradient, and step through the DistributedOptimizer only."
         )
 

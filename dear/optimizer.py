@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 from dearcore.communicator import Communicator
-from dearcore.errors import ArgumentError, ScheduleError
+from dearcore.errors import ArgumentError, CommunicatorError, ScheduleError
 from dearcore.layout import NearbyLayers, Plan
 from dearcore.schedule import Schedule
 from dearcore.shard import steps_on_shards
@@ -46,13 +46,13 @@ class DistributedOptimizer(optim.Optimizer):
     """Trains an unmodified module on several ranks with all communication hidden behind backward and forward.
 
     Construction broadcasts parameters and buffers from the first rank of the group, after a check that all ranks wrap
-    the same thing. From then on `backward()` averages gradients over the ranks, `step()` updates this rank's part of the
-    weights, and the next forward waits for the others' parts layer by layer, where it touches them. Parameters are fresh
-    wherever Python touches them.
+    the same thing. From then on `backward()` averages gradients over ranks, `step()` updates this rank's part of the
+    weights, and the next forward waits for the others' parts layer by layer, where it touches them. Parameters are
+    fresh wherever Python touches them.
 
     Args:
-        optimizer: any torch optimizer over parameters of `model`. Element-wise ones (SGD, Adam, ...: exact types) step on
-            shards; anything else gets whole averaged gradients and runs its own `step`.
+        optimizer: any torch optimizer over parameters of `model`. Element-wise ones (SGD, Adam, ...: exact types)
+            step on shards; anything else gets whole averaged gradients and runs its own `step`.
         model: the module whose parameters are trained.
         schedule: the name of a schedule, or a Schedule.
         fusion: MiB a bucket (25.0), None for one bucket a tensor, `NearbyLayers(n)`, or a Plan.
@@ -74,7 +74,7 @@ class DistributedOptimizer(optim.Optimizer):
         model: nn.Module,
         *,
         schedule: str | Schedule = "dear",
-        fusion: float | None | NearbyLayers | Plan = 25.0,
+        fusion: float | NearbyLayers | Plan | None = 25.0,
         shard: bool | str = "auto",
         accumulate: int = 1,
         reduce_dtype: torch.dtype | None = None,
@@ -106,19 +106,22 @@ class DistributedOptimizer(optim.Optimizer):
         self._broadcast([*model.parameters(), *model.buffers()])
         self._local_only = self._closed = self._unscaled = False
         self._passes = bytearray(len(self._tracked))
-        self._replica, self._update = self._build(list(range(len(self._tracked))), observing=not isinstance(fusion, Plan))
+        self._replica, self._update = self._build(
+            list(range(len(self._tracked))), observing=not isinstance(fusion, Plan)
+        )
         if any(optimizer.state.values()):
             self._adopt_state({id(param): dict(state) for param, state in optimizer.state.items()})
         self._bindings = Bindings(model, self._tracked, optimizer)
-        self._handles = [
-            t.param.register_post_accumulate_grad_hook(functools.partial(_ring, this, i))
-            for i, t in enumerate(self._tracked)
-        ]
+        self._handles: list[Any] = []
+        for index, tracked in enumerate(self._tracked):
+            bell = functools.partial(_ring, this, index)
+            self._handles.append(tracked.param.register_post_accumulate_grad_hook(bell))  # type: ignore[no-untyped-call]
         if broadcast_buffers:
             self._handles.append(model.register_forward_pre_hook(self._broadcast_buffers))
         optim.Optimizer.__setstate__(self, {})  # hook tables, profiler range around step
         world.on_shutdown(self)
-        weakref.finalize(self, _end, self._streams, self._communicator).atexit = False
+        self._finalizer = weakref.finalize(self, _end, self._streams, self._communicator)
+        self._finalizer.atexit = False  # dear.shutdown sees to that
 
     # -- what torch.optim.Optimizer offers ---------------------------------------------------------------------------
 
@@ -140,15 +143,16 @@ class DistributedOptimizer(optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ScheduleError(
-            "add_param_group after wrapping would leave the new parameters unsynchronised. Call close(), add the group to "
+            "add_param_group after wrapping would leave the new parameters unsynchronised. Call close(), "
+            "add the group to "
             "the torch optimizer, and wrap again."
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters with the gradients averaged over all ranks. Collective.
 
-        Returns the closure's value, as torch does. At return the work is enqueued; parameters are fresh wherever they are
-        touched. Parameters that no rank used stay as they are.
+        Returns the closure's value, as torch does. At return the work is enqueued; parameters are fresh wherever
+        they are touched. Parameters that no rank used stay as they are.
         """
         self._check_open()
         loss = None
@@ -170,7 +174,9 @@ class DistributedOptimizer(optim.Optimizer):
                     tracked.param.grad = None
                     tracked.in_flight.local = None
             self._unscaled = False
-            if replica.scheduler.has_begun:  # reductions may be under way: every rank launches the rest, then starts anew
+            if (
+                replica.scheduler.has_begun
+            ):  # reductions may be under way: every rank launches the rest, then starts anew
                 if not replica.scheduler.observing:
                     replica.scheduler.finish_gradients()
                     replica.whole_grads.clear()
@@ -195,7 +201,7 @@ class DistributedOptimizer(optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes a state that this or the plain torch optimizer has saved, on any number of ranks. Call it on all ranks."""
+        """Takes a state saved by this or the plain torch optimizer on any number of ranks. Call it on all ranks."""
         self._check_open()
         if not self._sharded:
             self._optimizer.load_state_dict(dict(state_dict))
@@ -241,7 +247,9 @@ class DistributedOptimizer(optim.Optimizer):
         self._check_open()
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0 or not norm_type > 0:
-            raise ArgumentError(f"clip_grad_norm_ expects max_norm >= 0 and norm_type > 0, got {max_norm}, {norm_type}.")
+            raise ArgumentError(
+                f"clip_grad_norm_ expects max_norm >= 0 and norm_type > 0, got {max_norm}, {norm_type}."
+            )
         self._finish_gradients()
         norm = self._update.norm(norm_type).to(self._streams.device, torch.float32)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -258,7 +266,7 @@ class DistributedOptimizer(optim.Optimizer):
         self._update.change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor:
-        """Returns the averaged gradient of `param`, whole, on every rank. Collective; between backward and zero_grad."""
+        """Returns the averaged gradient of `param`, whole, on every rank. Collective, after backward."""
         self._check_open()
         tracked = next((t for t in self._tracked if t.param is param), None)
         if tracked is None:
@@ -280,7 +288,7 @@ class DistributedOptimizer(optim.Optimizer):
         return self._log.stats(self.plan, self._communicator.rank, self.bytes_sent)
 
     def close(self) -> None:
-        """Ends what is under way, removes every hook and gives the parameters memory of their own. Call on all ranks."""
+        """Ends what is under way, removes every hook, gives parameters memory of their own. Call on all ranks."""
         if self._closed:
             return
         self._closed = True
@@ -288,10 +296,10 @@ class DistributedOptimizer(optim.Optimizer):
             handle.remove()
         for tracked in self._tracked:
             _owners.pop(id(tracked.param), None)
-        try:
+        with contextlib.suppress(CommunicatorError):  # the gates stay: whoever touches a parameter is told
             self._replica.release()
-        finally:
-            _end(self._streams, self._communicator)
+        self._finalizer.detach()
+        _end(self._streams, self._communicator)
         with without_waiting():
             for tracked in self._tracked:
                 if tracked.param.grad is tracked.in_flight:
@@ -350,12 +358,19 @@ class DistributedOptimizer(optim.Optimizer):
         plan = make_plan(self._fusion, specs, self._communicator.size)
         schedule = make_schedule(self._schedule_wish, plan, self._sharded)
         replica = Replica(
-            plan, schedule, self._tracked, self._communicator, self._streams, self._numerics, self._log.waited, observing
+            plan,
+            schedule,
+            self._tracked,
+            self._communicator,
+            self._streams,
+            self._numerics,
+            self._log.waited,
+            observing,
         )
         return replica, (ShardedUpdate if self._sharded else WholeUpdate)(replica, self._optimizer)
 
     def _adopt_observed_order(self) -> Replica:
-        """The first backward has shown the order of gradients. Lay out anew if the first rank saw another than planned."""
+        """The first backward has shown the order of gradients: lay out anew if the first rank saw another one."""
         scheduler = self._replica.scheduler
         missing = set(range(len(self._tracked))) - set(scheduler.order)
         # what never got a gradient goes last in the backward, where it delays nobody's reduction
@@ -383,7 +398,9 @@ class DistributedOptimizer(optim.Optimizer):
 
     def _adopt_layout_of_first_rank(self) -> None:
         """Memory formats may differ from rank to rank; buckets need one."""
-        for tracked, strides in zip(self._tracked, self._gather_objects([t.strides for t in self._tracked])[0], strict=True):
+        for tracked, strides in zip(
+            self._tracked, self._gather_objects([t.strides for t in self._tracked])[0], strict=True
+        ):
             tracked.strides = strides
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
@@ -449,7 +466,8 @@ def _claim(tracked: list[TrackedParameter], owner: DistributedOptimizer) -> None
     for t in tracked:
         if id(t.param) in _owners and _owners[id(t.param)]._owns(t.param):
             raise ArgumentError(
-                f"parameter '{t.spec.fqn}' is trained by another DistributedOptimizer already. Give each parameter to one "
+                f"parameter '{t.spec.fqn}' is trained by another DistributedOptimizer already. Give each "
+                f"parameter to one "
                 "optimizer, or close() the other one first."
             )
     for t in tracked:
@@ -472,7 +490,8 @@ def _check_arguments(
         raise ArgumentError(f"shard={shard!r}; expected True, False or 'auto'.")
     if shard is True and not steps_on_shards(optimizer):
         raise ArgumentError(
-            f"shard=True, but {name} is not known to be element-wise: on a part of a parameter it could compute something "
+            f"shard=True, but {name} is not known to be element-wise: on a part of a parameter it could "
+            f"compute something "
             "else. Use shard='auto'."
         )
     if not isinstance(accumulate, int) or not 1 <= accumulate <= 255:

@@ -25,13 +25,13 @@ without_waiting = torch._C.DisableTorchFunctionSubclass
 
 _METADATA_PROPERTIES = (
     "_backward_hooks", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta",
-    "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "layout", "name", "names",
-    "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+    "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "layout", "name",
+    "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
 )  # fmt: skip
 _METADATA_METHODS = (
-    "dim", "dim_order", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_same_size",
-    "is_set_to", "is_signed", "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
-    "requires_grad_", "size", "storage_offset", "stride",
+    "dim", "dim_order", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
+    "is_same_size", "is_set_to", "is_signed", "ndimension", "nelement", "numel", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
 )  # fmt: skip
 
 
@@ -59,7 +59,11 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _METADATA:
             with without_waiting():
@@ -112,7 +116,7 @@ class Gate:
         """From now on whoever touches one of the parameters waits for the events."""
         self._pending = True
         for param, _, pending in self._members:
-            param.__class__ = pending  # type: ignore[assignment]
+            param.__class__ = pending
 
     def wait(self, args: Sequence[Any] = ()) -> None:
         """Makes the compute stream wait and gives the parameters their class back. Raises CommunicatorError."""
@@ -124,5 +128,5 @@ class Gate:
         self._pending = False
         touched = next((self._names[id(arg)] for arg in args if id(arg) in self._names), "")
         for param, own, _ in self._members:
-            param.__class__ = own  # type: ignore[assignment]
+            param.__class__ = own
         self._on_wait(self.buckets, touched, time.perf_counter() - start_s)

@@ -31,7 +31,7 @@ def check_fusion(fusion: object) -> None:
         )
 
 
-def make_plan(fusion: float | None | NearbyLayers | Plan, params: Sequence[ParamSpec], world_size: int) -> Plan:
+def make_plan(fusion: float | NearbyLayers | Plan | None, params: Sequence[ParamSpec], world_size: int) -> Plan:
     """`params` stand in forward order."""
     if isinstance(fusion, Plan):
         fusion.check_fits(params, world_size)

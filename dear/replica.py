@@ -98,7 +98,9 @@ class Replica:
         label = f"agreement on a further round of gradients in step {self.step}"
         self.communicator.start_all_reduce(mask, "max", communication, label)
         self.wait_communication()
-        gathers = {op.bucket: op for op in self.schedule.ops if op.part is Part.GRADIENTS and op.kind is OpKind.ALL_GATHER}
+        gathers = {
+            op.bucket: op for op in self.schedule.ops if op.part is Part.GRADIENTS and op.kind is OpKind.ALL_GATHER
+        }
         for index in reversed(range(len(self.buckets))):
             if mask[index]:
                 self._reduce(self.buckets[index])
@@ -157,13 +159,20 @@ class Replica:
         storage = self._move_parameters()
         pools: dict[torch.dtype, FlatPool] = {}
         for wire in {self.numerics.wire_dtype(bucket.dtype) for bucket in self.plan.buckets}:
-            sizes = [b.region_numel * b.world_size for b in self.plan.buckets if self.numerics.wire_dtype(b.dtype) == wire]
+            sizes = [
+                b.region_numel * b.world_size for b in self.plan.buckets if self.numerics.wire_dtype(b.dtype) == wire
+            ]
             pools[wire] = FlatPool(max(sizes), wire, len(sizes), self.streams)
         buckets = []
         for layout, param_flat in zip(self.plan.buckets, storage, strict=True):
             owned = [
                 OwnedSegment(
-                    layout.slots[s.slot].param, s.start, s.offset, s.numel, s.flag, self.tracked[layout.slots[s.slot].param].group
+                    layout.slots[s.slot].param,
+                    s.start,
+                    s.offset,
+                    s.numel,
+                    s.flag,
+                    self.tracked[layout.slots[s.slot].param].group,
                 )
                 for s in layout.segments()
                 if s.shard == rank
@@ -175,7 +184,7 @@ class Replica:
         return buckets
 
     def _move_parameters(self) -> list[torch.Tensor]:
-        """Makes every parameter a view of a flat buffer, keeping values, shape and strides. Returns one flat a bucket."""
+        """Makes every parameter a view of a flat buffer, keeping values and strides. Returns one flat a bucket."""
         flats: list[torch.Tensor] = []
         for dtype, numel in self._storage_numel().items():
             whole = torch.zeros(numel, dtype=dtype, device=self.streams.device)
@@ -185,7 +194,9 @@ class Replica:
                     flats.append(whole[end : end + bucket.padded_numel])
                     end += _aligned(bucket.padded_numel, dtype)
         by_dtype = iter(flats)
-        ordered = {id(b): next(by_dtype) for dtype in self._storage_numel() for b in self.plan.buckets if b.dtype == dtype}
+        ordered = {
+            id(b): next(by_dtype) for dtype in self._storage_numel() for b in self.plan.buckets if b.dtype == dtype
+        }
         storage = [ordered[id(bucket)] for bucket in self.plan.buckets]
         for bucket, flat in zip(self.plan.buckets, storage, strict=True):
             for slot in bucket.slots:
@@ -218,4 +229,3 @@ def settle_gradient(tracked: TrackedParameter) -> None:
 def _aligned(numel: int, dtype: torch.dtype) -> int:
     align = 64 // dtype.itemsize
     return -(-numel // align) * align
-

@@ -36,7 +36,8 @@ class Stats:
 
     def __str__(self) -> str:
         head = (
-            f"rank {self.rank}, {self.num_steps} steps: {self.iteration_ms:.2f} ms an iteration, {self.waited_ms:.2f} ms of it "
+            f"rank {self.rank}, {self.num_steps} steps: {self.iteration_ms:.2f} ms an iteration, "
+            f"{self.waited_ms:.2f} ms of it "
             f"waiting for parameters, {self.mb_sent_per_step:.3f} MB sent a step"
         )
         rows = [f"{'bucket':>6s}  {'mean ms':>8s}  {'longest ms':>10s}  touched first by"]

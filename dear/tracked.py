@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn, optim
+from torch.nn.parameter import is_lazy
 
 from dearcore.errors import ArgumentError
 from dearcore.layout import ParamSpec, dense_strides
@@ -59,8 +61,10 @@ def track(
         for position, param in enumerate(group["params"]):
             if param not in names:
                 raise ArgumentError(
-                    f"parameter {position} of group {number} (shape {tuple(param.shape)}) of the optimizer is not in the "
-                    "model. Pass the model that owns all parameters of the optimizer; for several modules, put them into "
+                    f"parameter {position} of group {number} (shape {tuple(param.shape)}) of the optimizer "
+                    f"is not in the "
+                    "model. Pass the model that owns all parameters of the optimizer; for several modules, "
+                    "put them into "
                     "an nn.ModuleList."
                 )
             groups[param] = number
@@ -71,7 +75,8 @@ def track(
         if param.dtype not in WIRE_DTYPES:
             supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in WIRE_DTYPES)
             raise ArgumentError(
-                f"parameter '{name}' has dtype {str(param.dtype).removeprefix('torch.')}; the wire supports {supported}. "
+                f"parameter '{name}' has dtype {str(param.dtype).removeprefix('torch.')}; the wire supports "
+                f"{supported}. "
                 "Cast the module before building DistributedOptimizer (view_as_real for complex parameters)."
             )
         spec = ParamSpec(len(tracked), name, tuple(param.shape), param.dtype)
@@ -82,7 +87,8 @@ def track(
     devices = {t.param.device for t in tracked}
     if len(devices) > 1:
         raise ArgumentError(
-            f"the parameters are on {', '.join(sorted(map(str, devices)))}; expected one device. Move the model to one, or "
+            f"the parameters are on {', '.join(sorted(map(str, devices)))}; expected one device. Move the "
+            f"model to one, or "
             "build one DistributedOptimizer for each part."
         )
     _check_shared_memory(tracked)
@@ -91,7 +97,7 @@ def track(
 
 def _check_model(names: dict[nn.Parameter, str]) -> None:
     for param, name in names.items():
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(param):
             raise ArgumentError(
                 f"parameter '{name}' has no shape yet (a lazy module). Run one forward before building "
                 "DistributedOptimizer: `with torch.no_grad(): model(example)`."
@@ -103,9 +109,10 @@ def _check_shared_memory(tracked: Sequence[TrackedParameter]) -> None:
     spans = sorted(
         (t.param.data_ptr(), t.param.data_ptr() + t.spec.num_bytes, t.spec.fqn) for t in tracked if t.spec.numel
     )
-    for (_, end, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ArgumentError(
-                f"parameters '{name}' and '{other}' share memory but are different Parameter objects. To tie them, assign "
+                f"parameters '{name}' and '{other}' share memory but are different Parameter objects. To "
+                f"tie them, assign "
                 "the same Parameter to both modules; else clone one."
             )

@@ -5,14 +5,13 @@ Both offer the same operations on the averaged gradients, which all ranks must c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import optim
 
 from dearcore.bucket import BucketRuntime
-from dearcore.shard import TorchStepper
 
 from .parameters import without_waiting
 from .replica import Replica
@@ -55,7 +54,7 @@ class ShardedUpdate:
     def __init__(self, replica: Replica, optimizer: optim.Optimizer) -> None:
         self._replica, self._optimizer = replica, optimizer
         for bucket in replica.buckets:
-            bucket.stepper = TorchStepper(optimizer, bucket.owned, bucket.master_shard, bucket.step_grad_shard)
+            bucket.make_stepper(optimizer)
 
     def gradients_finished(self) -> None:
         pass
@@ -76,7 +75,7 @@ class ShardedUpdate:
         label = f"gradient norm in step {replica.step}"
         replica.communicator.start_all_reduce(total, kind, replica.streams.communication, label)
         replica.wait_communication()
-        return total if norm_type == float("inf") else total ** (1.0 / norm_type)
+        return total if norm_type == float("inf") else torch.pow(total, 1.0 / norm_type)
 
     def change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
         for bucket in self._replica.buckets:
@@ -128,8 +127,8 @@ class ShardedUpdate:
 class WholeUpdate:
     """Gradients are gathered and the user's own `step` runs once, with every averaged gradient in its place.
 
-    It runs in one call and not bucket by bucket: an optimizer that is not known to be element-wise may count its calls or
-    couple parameters (a global norm, say), and must see what it would see in plain PyTorch.
+    It runs in one call and not bucket by bucket: an optimizer that is not known to be element-wise may count its
+    calls or couple parameters (a global norm, say), and must see what it would see in plain PyTorch.
     """
 
     def __init__(self, replica: Replica, optimizer: optim.Optimizer) -> None:
@@ -160,7 +159,10 @@ class WholeUpdate:
         grads = self._grads()
         if norm_type == float("inf"):
             return torch.stack([g.abs().max().double() for g in grads if g.numel()] or [torch.zeros(())]).max()
-        return sum((_power_sum(g, norm_type) for g in grads), torch.zeros((), dtype=torch.float64)) ** (1.0 / norm_type)
+        total = torch.zeros((), dtype=torch.float64)
+        for grad in grads:
+            total += _power_sum(grad, norm_type).to("cpu")
+        return torch.pow(total, 1.0 / norm_type)
 
     def change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
         with torch.no_grad():
@@ -178,7 +180,7 @@ class WholeUpdate:
         self._optimizer.step()
         self._replica.scheduler.restart()
 
-    def _grads(self) -> Sequence[torch.Tensor]:
+    def _grads(self) -> list[torch.Tensor]:
         return [t.param.grad for t in self._replica.tracked if t.param.grad is not None]
 
 

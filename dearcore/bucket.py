@@ -6,11 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any
 
-import dear_kernels
 import torch
+from torch import optim
+
+import dear_kernels
 
 from .communicator import Communicator
 from .errors import ScheduleError
+from .kernel_step import make_stepper
 from .layout import Bucket
 from .shard import OwnedSegment, ShardStepper
 from .streams import Event, Stream, Streams
@@ -91,7 +94,7 @@ class BucketRuntime:
         self.reduced_region = torch.zeros(region_numel, dtype=accumulate, device=device)
         self.grad_shard = self.reduced_region[:shard_numel]
         self._flags = self.reduced_region[shard_numel:]
-        self._flags_used = [segment.flag for segment in owned]
+        self._owned_flags = self._flags[: len(owned)]  # on how many ranks (times 1/P) each owned segment was used
         # what the stepper reads: the reduced shard itself unless the step runs in another dtype
         self.step_grad_shard = self.grad_shard if step_dtype == accumulate else self.grad_shard.to(step_dtype)
         self.stepper: ShardStepper | None = None
@@ -120,6 +123,14 @@ class BucketRuntime:
     @property
     def index(self) -> int:
         return self.layout.index
+
+    @property
+    def has_master(self) -> bool:
+        return self.master_shard is not self.param_shard
+
+    def make_stepper(self, optimizer: optim.Optimizer) -> None:
+        low_precision = self.param_shard if self.has_master else None
+        self.stepper = make_stepper(optimizer, self.owned, self.master_shard, self.step_grad_shard, low_precision)
 
     def start_reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], retained: Sequence[bool] | None, step: int
@@ -150,7 +161,9 @@ class BucketRuntime:
         self._communicator.start_reduce_scatter(output, grad_flat, self._divisor, communication, label)
         communication.record(flat_read)
         if retained is not None:
-            keep = [retained[segment.slot] for segment in self.layout.segments() if segment.shard == self._communicator.rank]
+            keep = [
+                retained[segment.slot] for segment in self.layout.segments() if segment.shard == self._communicator.rank
+            ]
             communication.run(f"add[{self.index}]", lambda: self._add_round(output, keep))
         communication.record(self.grads_reduced)
 
@@ -175,7 +188,7 @@ class BucketRuntime:
         communication.record(self.params_gathered)
 
     def start_all_gather_grads(self, step: int) -> torch.Tensor:
-        """Returns [size, region_numel]: the averaged gradients with their flags, whole once `params_gathered` is true."""
+        """Returns [size, region_numel]: averaged gradients with their flags, whole once `params_gathered` is true."""
         self._move(Phase.GATHERED)
         whole = self.start_gather_of(self.reduced_region, "all_gather of gradients", step)
         self._streams.communication.record(self.params_gathered)
@@ -191,21 +204,13 @@ class BucketRuntime:
         self._communicator.start_all_gather(whole.view(-1), communication, self._label(what, step))
         return whole
 
-    def used_segments(self) -> list[bool]:
-        """Which owned segments had a gradient on any rank, once the bucket is reduced."""
-        counts = self._flags.tolist()
-        return [counts[flag] > 0 for flag in self._flags_used]
-
     def _step(self, hyper: Sequence[dict[str, Any]]) -> None:
         assert self.stepper is not None
-        used = self.used_segments()
         if self.step_grad_shard is not self.grad_shard:
             self.step_grad_shard.copy_(self.grad_shard)
-        if self.master_shard is not self.param_shard:
+        if self.has_master:
             self._adopt_foreign_changes()
-        self.stepper.step(None if all(used) else used, hyper)
-        if self.master_shard is not self.param_shard:
-            self.param_shard.copy_(self.master_shard)
+        self.stepper.step(self._owned_flags, hyper)
 
     def _adopt_foreign_changes(self) -> None:
         """Where a parameter is no longer its master's rounding, somebody else has written it: it becomes the master."""

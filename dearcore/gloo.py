@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from .communicator import pieces_of
 from .errors import CommunicatorError
@@ -41,7 +42,7 @@ class GlooCommunicator:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, deterministic: bool, piece_bytes: int = 0
+        self, store: Store, rank: int, size: int, timeout: timedelta, deterministic: bool, piece_bytes: int = 0
     ) -> None:
         self.rank, self.size, self.deterministic, self.bytes_sent = rank, size, deterministic, 0
         self._timeout = timeout
@@ -50,7 +51,7 @@ class GlooCommunicator:
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._staging: dict[torch.dtype, torch.Tensor] = {}
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         except (RuntimeError, ValueError) as error:
             raise CommunicatorError(
                 f"rank {rank} of {size}: gloo could not connect: {error}. Check that every rank was started, and that "
@@ -171,7 +172,10 @@ class GlooCommunicator:
         shards = flat.view(size, -1)
         pieces = self._pieces(shards)
         receives = [
-            [group.recv([shards[(rank - step - 1) % size][p]], left, tag + step * len(pieces) + i) for i, p in enumerate(pieces)]
+            [
+                group.recv([shards[(rank - step - 1) % size][p]], left, tag + step * len(pieces) + i)
+                for i, p in enumerate(pieces)
+            ]
             for step in range(size - 1)
         ]
         sends = [group.send([shards[rank][p]], right, tag + i) for i, p in enumerate(pieces)]

@@ -147,7 +147,10 @@ class Plan:
                 )
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        body = "\n".join("  ".join(c.rjust(w) if i < 5 else c for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in rows)
+        body = "\n".join(
+            "  ".join(c.rjust(w) if i < 5 else c for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        )
         return f"plan: {self.fusion}, {len(self.buckets)} buckets, world size {self.world_size}\n{body}"
 
     def to_json(self) -> str:

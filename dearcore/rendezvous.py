@@ -13,6 +13,9 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from .communicator import Communicator, LocalCommunicator
 from .errors import ArgumentError, CommunicatorError
@@ -108,7 +111,7 @@ class World:
     def __init__(self, launch: Launch, timeout: timedelta, deterministic: bool) -> None:
         self.timeout = timeout
         self.deterministic = deterministic
-        self.store: dist.Store | None = None
+        self.store: Store | None = None
         if dist.is_initialized():
             self.launch = Launch(
                 dist.get_rank(),
@@ -119,7 +122,7 @@ class World:
                 launch.master_port,
                 "torch.distributed",
             )
-            self.store = dist.distributed_c10d._get_default_store()
+            self.store = _get_default_store()
         else:
             self.launch = launch
             if launch.size > 1:
@@ -163,11 +166,11 @@ class World:
         assert self.store is not None
         number = self._num_communicators[ranks] = self._num_communicators.get(ranks, 0) + 1
         key = f"{self._key}/{'-'.join(map(str, ranks))}/{number}"
-        store = dist.PrefixStore(key, self.store)
+        store = PrefixStore(key, self.store)
         return GlooCommunicator(store, ranks.index(self.rank), len(ranks), self.timeout, self.deterministic)
 
 
-def _connect(launch: Launch, timeout: timedelta) -> dist.Store:
+def _connect(launch: Launch, timeout: timedelta) -> Store:
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
         socket.getaddrinfo(launch.master_addr, launch.master_port)
@@ -178,13 +181,19 @@ def _connect(launch: Launch, timeout: timedelta) -> dist.Store:
         ) from error
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout)))
-            return dist.PrefixStore("dear", store)
+            store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=timeout)))
+            return PrefixStore("dear", store)
         host_name = launch.master_addr
-        store = dist.TCPStore(
-            host_name, launch.master_port, launch.size, launch.rank == 0, timeout, multi_tenant=True, wait_for_workers=False
+        store = TCPStore(
+            host_name,
+            launch.master_port,
+            launch.size,
+            launch.rank == 0,
+            timeout,
+            multi_tenant=True,
+            wait_for_workers=False,
         )
-        return dist.PrefixStore("dear", store)
+        return PrefixStore("dear", store)
     except (dist.DistError, RuntimeError, ValueError) as error:
         role = "cannot listen on" if launch.rank == 0 else "cannot reach rank 0 at"
         raise CommunicatorError(

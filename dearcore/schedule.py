@@ -56,7 +56,9 @@ class Schedule:
     ops: tuple[Op, ...]
 
     def __str__(self) -> str:
-        lines = [f"{op.kind.value:15s} bucket {op.bucket:<4d} {op.part.value:10s} after {op.after.value}" for op in self.ops]
+        lines = [
+            f"{op.kind.value:15s} bucket {op.bucket:<4d} {op.part.value:10s} after {op.after.value}" for op in self.ops
+        ]
         return "\n".join([f"schedule: {self.name}, {len(self.ops)} ops", *lines])
 
     def check_fits(self, plan: Plan) -> None:

@@ -57,8 +57,8 @@ class OwnedSegment:
 
 
 class ShardStepper(Protocol):
-    def step(self, used: Sequence[bool] | None, hyper: Sequence[dict[str, Any]]) -> None:
-        """Steps the used segments (None: all of them) with the options of each group; the others do not change."""
+    def step(self, used: torch.Tensor, hyper: Sequence[dict[str, Any]]) -> None:
+        """Steps the segments whose entry in `used` [num_segments] is not zero; the others do not change."""
 
     def export_state(self) -> list[SegmentState]:
         """A copy of the state of every owned segment, {} where there is none yet."""
@@ -82,6 +82,7 @@ class TorchStepper:
         optimizer: the wrapped optimizer; only its class and defaults are used.
         segments: in the order of offsets.
         param_shard, grad_shard: [shard_numel], same dtype; elements between two segments are padding (zeros).
+        low_precision_shard: [shard_numel], receives the new parameters, rounded.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class TorchStepper:
         segments: Sequence[OwnedSegment],
         param_shard: torch.Tensor,
         grad_shard: torch.Tensor,
+        low_precision_shard: torch.Tensor | None = None,
     ) -> None:
+        self._low_precision = low_precision_shard
         self._class = type(optimizer)
         known = inspect.signature(self._class.__init__).parameters
         self._defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
@@ -100,19 +103,22 @@ class TorchStepper:
         self._inner: optim.Optimizer | None = None
         self._regroup({})
 
-    def step(self, used: Sequence[bool] | None, hyper: Sequence[dict[str, Any]]) -> None:
-        if used is not None:
-            self._split_mixed(used)
+    def step(self, used: torch.Tensor, hyper: Sequence[dict[str, Any]]) -> None:
+        if not self._runs:
+            return
+        flags = used.tolist()
+        if not all(flags):
+            self._split_mixed([flag > 0 for flag in flags])
         for run in self._runs:
-            run.param.grad = run.grad if used is None or used[run.members[0]] else None
+            run.param.grad = run.grad if flags[run.members[0]] else None
         if self._inner is None:
-            if not self._runs:
-                return
             self._build(hyper)
         assert self._inner is not None
         for group in self._inner.param_groups:
             group.update(hyper[group["dear_group"]])
         self._inner.step()
+        if self._low_precision is not None:
+            self._low_precision.copy_(self._param_shard)
 
     def export_state(self) -> list[SegmentState]:
         states: list[SegmentState] = [{} for _ in self._segments]
@@ -122,7 +128,11 @@ class TorchStepper:
                 for member in run.members:
                     segment = self._segments[member]
                     states[member] = _sliced(
-                        self._inner.state.get(run.param, {}), run.param, segment.offset - run_start, segment.numel, copy=True
+                        self._inner.state.get(run.param, {}),
+                        run.param,
+                        segment.offset - run_start,
+                        segment.numel,
+                        copy=True,
                     )
         return states
 
@@ -152,7 +162,8 @@ class TorchStepper:
         """Makes the longest runs of neighbours with one group and one history."""
         self._runs = []
         for _, members in groupby(
-            range(len(self._segments)), key=lambda m: (self._segments[m].group, _history(states.get(m, {}), self._segments[m]))
+            range(len(self._segments)),
+            key=lambda m: (self._segments[m].group, _history(states.get(m, {}), self._segments[m])),
         ):
             self._runs.append(self._new_run(list(members)))
 
@@ -223,9 +234,10 @@ def _has_elements_of(value: object, segment: OwnedSegment) -> bool:
 
 
 def _history(state: SegmentState, segment: OwnedSegment) -> tuple[Any, ...]:
-    """What two segments must share to be stepped as one: the same keys, and the same values that are not element-wise."""
+    """What two segments must share to be stepped as one: the same keys, the same values that are not element-wise."""
     return tuple(
-        (key, str(value.dtype) if _has_elements_of(value, segment) else _plain(value)) for key, value in sorted(state.items())
+        (key, str(value.dtype) if _has_elements_of(value, segment) else _plain(value))
+        for key, value in sorted(state.items())
     )
 
 

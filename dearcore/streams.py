@@ -176,7 +176,7 @@ class _CudaEvent:
 
     def __init__(self) -> None:
         self._flag = _ALREADY_TRUE
-        self._cuda = torch.cuda.Event()
+        self._cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait_host(self) -> None:
         self._flag.wait()
@@ -187,7 +187,7 @@ class _CudaEvent:
         torch.cuda.current_stream().wait_event(self._cuda)
 
     def is_done(self) -> bool:
-        return self._flag.is_set() and self._cuda.query()
+        return self._flag.is_set() and bool(self._cuda.query())  # type: ignore[no-untyped-call]
 
     def fail(self, error: BaseException) -> None:
         if not self._flag.is_set():
@@ -204,7 +204,7 @@ class CudaWorkerStream:
         self.name = name
         self._worker = CpuStream(name, trace)
         self._device = device
-        self.cuda = torch.cuda.Stream(device)
+        self.cuda = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         def on_stream() -> None:
@@ -216,7 +216,7 @@ class CudaWorkerStream:
     def record(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
         flag = event._flag = _Flag()
-        cuda = event._cuda = torch.cuda.Event()
+        cuda = event._cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._worker.run("record", lambda: cuda.record(self.cuda))
         self._worker._queue.put(lambda: flag.set(self._worker._error))
 
@@ -229,7 +229,7 @@ class CudaWorkerStream:
 
     def wait_current(self) -> None:
         """Makes this stream wait for what the caller's current stream has been given so far."""
-        cuda = torch.cuda.Event()
+        cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
         cuda.record()
         self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
 
