@@ -19,7 +19,7 @@ BACKENDS = ("auto", "nccl", "gloo", "local")
 class _Context:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
-        self.communicator: Communicator = world.new_communicator(tuple(range(world.size)))
+        self.communicator: Communicator = world.new_communicator(tuple(range(world.size)))[0]
 
 
 _context: _Context | None = None

@@ -14,6 +14,7 @@ from torch import nn, optim
 
 from dearcore.communicator import Communicator
 from dearcore.errors import ArgumentError, CommunicatorError, ScheduleError
+from dearcore.heartbeat import Activity
 from dearcore.layout import NearbyLayers, Plan
 from dearcore.schedule import Schedule
 from dearcore.shard import steps_on_shards
@@ -94,7 +95,8 @@ class DistributedOptimizer(optim.Optimizer):
         _claim(self._tracked, self)
         self._trace = Trace()
         self._log = WaitLog(model)
-        self._communicator: Communicator = world.new_communicator(world.ranks_of(group))
+        self._communicator: Communicator
+        self._communicator, self._peers = world.new_communicator(world.ranks_of(group))
         self._streams = Streams(self._tracked[0].param.device, self._trace)
         self._numerics = Numerics(reduce_dtype, master_dtype)
         options = [
@@ -120,6 +122,7 @@ class DistributedOptimizer(optim.Optimizer):
             self._handles.append(model.register_forward_pre_hook(self._broadcast_buffers))
         optim.Optimizer.__setstate__(self, {})  # hook tables, profiler range around step
         world.on_shutdown(self)
+        self._peers.watch(functools.partial(_activity, this))
         self._finalizer = weakref.finalize(self, _end, self._streams, self._communicator)
         self._finalizer.atexit = False  # dear.shutdown sees to that
 
@@ -285,7 +288,7 @@ class DistributedOptimizer(optim.Optimizer):
 
     def stats(self) -> Stats:
         """Where time went: the longest waits by bucket and module. Local to this rank; `print` shows a table."""
-        return self._log.stats(self.plan, self._communicator.rank, self.bytes_sent)
+        return self._log.stats(self.plan, self._communicator.rank, self.bytes_sent, self._peers.read())
 
     def close(self) -> None:
         """Ends what is under way, removes every hook, gives parameters memory of their own. Call on all ranks."""
@@ -299,6 +302,7 @@ class DistributedOptimizer(optim.Optimizer):
         with contextlib.suppress(CommunicatorError):  # the gates stay: whoever touches a parameter is told
             self._replica.release()
         self._finalizer.detach()
+        self._peers.forget()
         _end(self._streams, self._communicator)
         with without_waiting():
             for tracked in self._tracked:
@@ -454,6 +458,14 @@ def _unscale(this: weakref.ref[DistributedOptimizer], found_inf: torch.Tensor, i
     owner = this()
     if owner is not None:
         owner._unscale(found_inf, inv_scale)
+
+
+def _activity(this: weakref.ref[DistributedOptimizer]) -> Activity:
+    owner = this()
+    if owner is None:
+        return Activity(0, "", 0.0)
+    communicator = owner._communicator
+    return Activity(owner._replica.step, communicator.doing, owner._log.waited_ms, communicator.failed)
 
 
 def _end(streams: Streams, communicator: Communicator) -> None:

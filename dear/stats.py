@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dearcore.heartbeat import Status
 from dearcore.layout import Plan
 
 __all__ = ["Stats", "Wait", "WaitLog"]
@@ -33,6 +34,7 @@ class Stats:
     waited_ms: float  # mean time an iteration has waited for parameters
     mb_sent_per_step: float  # 1 MB = 10^6 bytes
     waits: Sequence[Wait]
+    slowest_rank: int | None  # the one that waits least for parameters; None until all have been heard of
 
     def __str__(self) -> str:
         head = (
@@ -40,9 +42,16 @@ class Stats:
             f"{self.waited_ms:.2f} ms of it "
             f"waiting for parameters, {self.mb_sent_per_step:.3f} MB sent a step"
         )
+        if self.slowest_rank is not None:
+            head += f"\nslowest rank (the others wait for it): {self.slowest_rank}"
         rows = [f"{'bucket':>6s}  {'mean ms':>8s}  {'longest ms':>10s}  touched first by"]
         rows += [f"{w.bucket:6d}  {w.mean_ms:8.3f}  {w.longest_ms:10.3f}  {w.module}" for w in self.waits]
         return "\n".join([head, *rows])
+
+
+def _slowest(peers: Sequence[Status]) -> int | None:
+    waited = [(peer.activity.waited_ms, peer.rank) for peer in peers if peer.activity is not None]
+    return min(waited)[1] if waited and len(waited) == len(peers) else None
 
 
 class WaitLog:
@@ -66,7 +75,12 @@ class WaitLog:
             self._first_s = self._last_s
         self._num_steps += 1
 
-    def stats(self, plan: Plan, rank: int, bytes_sent: int) -> Stats:
+    @property
+    def waited_ms(self) -> float:
+        """Mean time that an iteration has waited for parameters."""
+        return 1e3 * sum(self._total_s.values()) / max(self._num_steps, 1)
+
+    def stats(self, plan: Plan, rank: int, bytes_sent: int, peers: Sequence[Status]) -> Stats:
         steps = max(self._num_steps, 1)
         waits = [
             Wait(
@@ -85,4 +99,5 @@ class WaitLog:
             sum(wait.mean_ms for wait in waits),
             bytes_sent / 1e6 / steps,
             sorted(waits, key=lambda wait: -wait.mean_ms),
+            _slowest(peers),
         )

@@ -186,5 +186,6 @@ class WholeUpdate:
 
 def _power_sum(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     if norm_type == 2.0:
-        return torch.linalg.vector_norm(grad, 2.0, dtype=torch.float64) ** 2
+        norm: torch.Tensor = torch.linalg.vector_norm(grad, 2.0, dtype=torch.float64)
+        return norm.square()
     return grad.abs().double().pow(norm_type).sum()

@@ -21,6 +21,8 @@ class Communicator(Protocol):
     size: int
     deterministic: bool
     bytes_sent: int  # payload this rank has sent in reduce-scatters and all-gathers
+    doing: str  # label of the collective under way, "" for none
+    failed: str  # label of the one that failed
 
     def start_reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
@@ -52,6 +54,7 @@ class LocalCommunicator:
 
     def __init__(self, deterministic: bool = False) -> None:
         self.rank, self.size, self.deterministic, self.bytes_sent = 0, 1, deterministic, 0
+        self.doing = self.failed = ""
 
     def start_reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
@@ -84,6 +87,7 @@ class NullCommunicator:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.deterministic, self.bytes_sent = rank, size, False, 0
+        self.doing = self.failed = ""
 
     def start_reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str

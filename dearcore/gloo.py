@@ -7,13 +7,15 @@ ranks k+1, k+2, ..., k and each adds its part (reduce-scatter), or keeps a copy 
 In deterministic mode the reduce-scatter is a direct exchange: everyone sends shard k to rank k, which adds them in
 rank order. The same bytes travel; the result depends neither on the plan nor on the schedule.
 
-Every message carries the number of its collective in its tag, so that ranks that started different collectives wait
-for each other until the timeout instead of mixing sums.
+Every message carries number and name of its collective in its tag, so that ranks that started different collectives
+wait for each other until the timeout instead of mixing sums. Messages of one collective between two ranks match in the
+order in which they were sent.
 """
 
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -30,9 +32,7 @@ __all__ = ["GlooCommunicator"]
 
 # 2 MiB: `python -m bench collectives --piece-mib 0.25 0.5 1 2 4`, 4 ranks, 32 MB, 2 cores, loopback.
 PIECE_BYTES = 2 * 1024 * 1024
-_SUBTAG_BITS = 13  # pieces of one collective; the rest of the 31 bits of a tag counts collectives
-_MAX_PIECES = 1 << _SUBTAG_BITS
-_MAX_SEQUENCE = 1 << (31 - _SUBTAG_BITS)
+_SEQUENCE_BITS, _NAME_BITS = 15, 16  # of the 31 bits of a tag
 
 
 class GlooCommunicator:
@@ -42,11 +42,20 @@ class GlooCommunicator:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, deterministic: bool, piece_bytes: int = 0
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        deterministic: bool,
+        piece_bytes: int = 0,
+        explain: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank, self.size, self.deterministic, self.bytes_sent = rank, size, deterministic, 0
         self._timeout = timeout
         self._piece_bytes = piece_bytes or PIECE_BYTES
+        self._explain = explain  # who is to blame when a collective fails
+        self.doing = self.failed = ""
         self._sequence = 0
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._staging: dict[torch.dtype, torch.Tensor] = {}
@@ -114,7 +123,7 @@ class GlooCommunicator:
             longest = int(lengths.max())
             messages = torch.zeros(self.size, longest, dtype=torch.uint8)
             messages[self.rank, : message.numel()] = message
-            self._ring_gather(messages.view(-1), tag + self.size)
+            self._ring_gather(messages.view(-1), tag)
             into.extend(pickle.loads(m[:n].numpy().tobytes()) for m, n in zip(messages, lengths.tolist(), strict=True))
 
         self._start(work, stream, label)
@@ -123,14 +132,20 @@ class GlooCommunicator:
         self._group.abort()
 
     def _start(self, work: Callable[[int], None], stream: Stream, label: str) -> None:
-        tag = (self._sequence % _MAX_SEQUENCE) << _SUBTAG_BITS
+        name = zlib.crc32(label.partition(" in step ")[0].encode()) % (1 << _NAME_BITS)
+        tag = (self._sequence % (1 << _SEQUENCE_BITS)) << _NAME_BITS | name
         self._sequence += 1
 
         def checked() -> None:
+            self.doing = label
             try:
                 work(tag)
             except RuntimeError as error:
-                raise CommunicatorError(f"rank {self.rank} of {self.size}: {label} failed: {error}") from error
+                self.failed = label
+                reason = str(error).strip().splitlines()[0]
+                text = f"rank {self.rank} of {self.size}: {label} failed. {self._explain()} ({reason})"
+                raise CommunicatorError(text) from error
+            self.doing = ""
 
         stream.run(label, checked)
 
@@ -143,12 +158,11 @@ class GlooCommunicator:
         received = self._scratch_for(flat.dtype, min(2, size - 1) * shards.shape[1]).view(-1, shards.shape[1])
 
         def post(step: int) -> list[Any]:
-            subtag = tag + step * len(pieces)
-            return [group.recv([received[step % 2][p]], left, subtag + i) for i, p in enumerate(pieces)]
+            return [group.recv([received[step % 2][p]], left, tag) for p in pieces]
 
         first = shards[(rank - 1) % size]
         receives = post(0)
-        sends = [group.send([first[p]], right, tag + i) for i, p in enumerate(pieces)]
+        sends = [group.send([first[p]], right, tag) for p in pieces]
         for step in range(size - 1):
             last = step == size - 2
             next_receives = [] if last else post(step + 1)
@@ -159,7 +173,7 @@ class GlooCommunicator:
                     _add_out(mine[piece], theirs[piece], output[piece])
                 else:
                     mine[piece].add_(theirs[piece])
-                    sends.append(group.send([mine[piece]], right, tag + (step + 1) * len(pieces) + i))
+                    sends.append(group.send([mine[piece]], right, tag))
             receives = next_receives
         for send in sends:
             send.wait()
@@ -172,19 +186,15 @@ class GlooCommunicator:
         shards = flat.view(size, -1)
         pieces = self._pieces(shards)
         receives = [
-            [
-                group.recv([shards[(rank - step - 1) % size][p]], left, tag + step * len(pieces) + i)
-                for i, p in enumerate(pieces)
-            ]
-            for step in range(size - 1)
+            [group.recv([shards[(rank - step - 1) % size][p]], left, tag) for p in pieces] for step in range(size - 1)
         ]
-        sends = [group.send([shards[rank][p]], right, tag + i) for i, p in enumerate(pieces)]
+        sends = [group.send([shards[rank][p]], right, tag) for p in pieces]
         for step in range(size - 1):
             got = shards[(rank - step - 1) % size]
             for i, piece in enumerate(pieces):
                 receives[step][i].wait()
                 if step < size - 2:
-                    sends.append(group.send([got[piece]], right, tag + (step + 1) * len(pieces) + i))
+                    sends.append(group.send([got[piece]], right, tag))
         for send in sends:
             send.wait()
         self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
@@ -196,10 +206,8 @@ class GlooCommunicator:
         pieces = self._pieces(shards)
         received = self._scratch_for(flat.dtype, size * shards.shape[1]).view(size, -1)
         others = [(rank + distance) % size for distance in range(1, size)]
-        receives = {
-            peer: [group.recv([received[peer][p]], peer, tag + i) for i, p in enumerate(pieces)] for peer in others
-        }
-        sends = [group.send([shards[peer][p]], peer, tag + i) for i, p in enumerate(pieces) for peer in others]
+        receives = {peer: [group.recv([received[peer][p]], peer, tag) for p in pieces] for peer in others}
+        sends = [group.send([shards[peer][p]], peer, tag) for p in pieces for peer in others]
         for peer in range(size):
             part = shards[rank] if peer == rank else received[peer]
             for i, piece in enumerate(pieces):
@@ -214,10 +222,8 @@ class GlooCommunicator:
         self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
 
     def _pieces(self, shards: torch.Tensor) -> Any:
-        """Slices of one shard; no more than there are tags for."""
-        numel = shards.shape[1]
-        most = max(1, _MAX_PIECES // max(1, 2 * self.size))
-        return pieces_of(numel, max(1, self._piece_bytes // shards.itemsize, -(-numel // most)))
+        """Slices of one shard."""
+        return pieces_of(shards.shape[1], max(1, self._piece_bytes // shards.itemsize))
 
     def _scratch_for(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return _grown(self._scratch, dtype, numel, pinned=False)

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from .communicator import Communicator, LocalCommunicator
 from .errors import ArgumentError, CommunicatorError
 from .gloo import GlooCommunicator
+from .heartbeat import Heartbeat, Peers
 
 __all__ = ["Launch", "World", "read_launch"]
 
@@ -128,6 +129,7 @@ class World:
             if launch.size > 1:
                 self.store = _connect(launch, timeout)
         self.rank, self.size = self.launch.rank, self.launch.size
+        self.heartbeat = Heartbeat(self.store, self.rank) if self.store is not None else None
         self._num_communicators: dict[tuple[int, ...], int] = {}
         self._closeables: weakref.WeakSet[Closeable] = weakref.WeakSet()
         global _num_worlds
@@ -141,6 +143,8 @@ class World:
     def close(self) -> None:
         for closeable in list(self._closeables):
             closeable.close()
+        if self.heartbeat is not None:
+            self.heartbeat.close()
 
     def ranks_of(self, group: object) -> tuple[int, ...]:
         """The world ranks of a torch process group, of a sequence of ranks, or (None) of everyone."""
@@ -159,15 +163,23 @@ class World:
             )
         return tuple(ranks)
 
-    def new_communicator(self, ranks: tuple[int, ...]) -> Communicator:
-        """Connects `ranks` (collective over them)."""
+    def new_communicator(self, ranks: tuple[int, ...]) -> tuple[Communicator, Peers]:
+        """Connects `ranks` (collective over them). The peers tell what each of them is doing."""
         if len(ranks) == 1:
-            return LocalCommunicator(self.deterministic)
+            return LocalCommunicator(self.deterministic), Peers(None, "", ranks, self.rank)
         assert self.store is not None
         number = self._num_communicators[ranks] = self._num_communicators.get(ranks, 0) + 1
         key = f"{self._key}/{'-'.join(map(str, ranks))}/{number}"
-        store = PrefixStore(key, self.store)
-        return GlooCommunicator(store, ranks.index(self.rank), len(ranks), self.timeout, self.deterministic)
+        peers = Peers(self.heartbeat, f"{key}/heartbeat", ranks, self.rank)
+        communicator = GlooCommunicator(
+            PrefixStore(key, self.store),
+            ranks.index(self.rank),
+            len(ranks),
+            self.timeout,
+            self.deterministic,
+            explain=peers.blame,
+        )
+        return communicator, peers
 
 
 def _connect(launch: Launch, timeout: timedelta) -> Store:
