@@ -35,8 +35,11 @@ def export_state(replica: Replica) -> dict[int, dict[str, Any]]:
         everyone: list[list[tuple[int, int, dict[str, Any]]]] = []
         stream = replica.streams.communication
         stream.wait(bucket.shard_stepped)
-        replica.communicator.start_gather_objects(mine, everyone, stream, f"state of bucket {bucket.index}")
-        replica.wait_communication()
+        if bucket.is_sharded:
+            replica.communicator.start_gather_objects(mine, everyone, stream, f"state of bucket {bucket.index}")
+            replica.wait_communication()
+        else:
+            everyone.append(mine)
         for shard in everyone:
             for param, start, state in shard:
                 _place(states.setdefault(param, {}), replica.tracked[param], start, state)

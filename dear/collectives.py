@@ -55,7 +55,7 @@ def allreduce(tensor: torch.Tensor, op: ReduceOp = Average) -> torch.Tensor:
     if op in (Max, Min):
         sign = -1 if op is Min else 1
         result = (tensor.detach() * sign).contiguous().cpu()
-        context.communicator.start_all_reduce(result, "max", _INLINE, "allreduce")
+        context.communicator.start_combine(result, "max", _INLINE, "allreduce")
         return (result * sign).to(tensor.device)
     shard_numel = -(-tensor.numel() // size)
     flat = tensor.new_zeros(shard_numel * size, dtype=_sum_dtype(tensor))

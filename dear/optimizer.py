@@ -182,7 +182,7 @@ class DistributedOptimizer(optim.Optimizer):
             ):  # reductions may be under way: every rank launches the rest, then starts anew
                 if not replica.scheduler.observing:
                     replica.scheduler.finish_gradients()
-                    replica.whole_grads.clear()
+                    replica.reduced.clear()
                 replica.scheduler.restart()
                 self._passes[:] = bytes(len(self._passes))
                 if set_to_none:
@@ -284,7 +284,7 @@ class DistributedOptimizer(optim.Optimizer):
         self._check_open()
         self._replica.wait_fresh()
         for bucket in self._replica.buckets:
-            bucket.params_gathered.wait_host()
+            bucket.params_fresh.wait_host()
 
     def stats(self) -> Stats:
         """Where time went: the longest waits by bucket and module. Local to this rank; `print` shows a table."""
@@ -359,7 +359,7 @@ class DistributedOptimizer(optim.Optimizer):
     def _build(self, forward_order: list[int], observing: bool) -> tuple[Replica, Update]:
         """Lays out the parameters for a plan over `forward_order` and makes what runs it."""
         specs = [self._tracked[index].spec for index in forward_order]
-        plan = make_plan(self._fusion, specs, self._communicator.size)
+        plan = make_plan(self._fusion, specs, self._communicator.size if self._sharded else 1)
         schedule = make_schedule(self._schedule_wish, plan, self._sharded)
         replica = Replica(
             plan,

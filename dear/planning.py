@@ -14,7 +14,7 @@ from dearcore.layout import (
     plan_threshold,
     plan_unfused,
 )
-from dearcore.schedule import Schedule, plan_dear, plan_dear_gathering_gradients
+from dearcore.schedule import Schedule, plan_all_reduce, plan_dear
 
 __all__ = ["check_fusion", "make_plan", "make_schedule"]
 
@@ -31,16 +31,16 @@ def check_fusion(fusion: object) -> None:
         )
 
 
-def make_plan(fusion: float | NearbyLayers | Plan | None, params: Sequence[ParamSpec], world_size: int) -> Plan:
+def make_plan(fusion: float | NearbyLayers | Plan | None, params: Sequence[ParamSpec], num_shards: int) -> Plan:
     """`params` stand in forward order."""
     if isinstance(fusion, Plan):
-        fusion.check_fits(params, world_size)
+        fusion.check_fits(params, num_shards)
         return fusion
     if isinstance(fusion, NearbyLayers):
-        return plan_nearby_layers(params, world_size, fusion.num_layers)
+        return plan_nearby_layers(params, num_shards, fusion.num_layers)
     if fusion is None:
-        return plan_unfused(params, world_size)
-    return plan_threshold(params, world_size, fusion * MIB)
+        return plan_unfused(params, num_shards)
+    return plan_threshold(params, num_shards, fusion * MIB)
 
 
 def make_schedule(schedule: str | Schedule, plan: Plan, sharded: bool) -> Schedule:
@@ -50,4 +50,4 @@ def make_schedule(schedule: str | Schedule, plan: Plan, sharded: bool) -> Schedu
         return schedule
     if schedule != "dear":
         raise ArgumentError(f"schedule={schedule!r}; expected 'dear', or a Schedule.")
-    return plan_dear(plan) if sharded else plan_dear_gathering_gradients(plan)
+    return plan_dear(plan) if sharded else plan_all_reduce(plan, "dear, whole gradients", step=False)

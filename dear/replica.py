@@ -11,7 +11,7 @@ import torch
 from dearcore.bucket import BucketRuntime, FlatPool
 from dearcore.communicator import Communicator
 from dearcore.layout import Plan
-from dearcore.schedule import Op, OpKind, Part, Schedule
+from dearcore.schedule import Op, OpKind, Schedule
 from dearcore.shard import OwnedSegment
 from dearcore.streams import Streams
 
@@ -57,7 +57,7 @@ class Replica:
     buckets: list[BucketRuntime] = field(init=False)
     gates: list[Gate] = field(init=False)
     scheduler: Scheduler = field(init=False)
-    whole_grads: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    reduced: set[int] = field(init=False, default_factory=set)  # buckets reduced since somebody cleared this
     _last_part: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,42 +70,35 @@ class Replica:
             Gate(
                 buckets,
                 [(t.spec.fqn, t.param) for t in members],
-                [self.buckets[b].params_gathered for b in buckets],
+                [self.buckets[b].params_fresh for b in buckets],
                 self.on_wait,
             )
             for buckets, members in gates.items()
         ]
         for op in self.schedule.ops:  # the parts of a split tensor leave one after the other
-            if op.kind is OpKind.REDUCE_SCATTER:
+            if op.kind.is_reduction:
                 for slot in self.plan.buckets[op.bucket].slots:
                     self._last_part[slot.param] = op.bucket
 
     def launch(self, op: Op) -> None:
         bucket = self.buckets[op.bucket]
-        if op.kind is OpKind.REDUCE_SCATTER:
+        if op.kind.is_reduction:
             self._reduce(bucket)
         elif op.kind is OpKind.STEP:
             bucket.start_step(self.hyper)
-        elif op.part is Part.PARAMETERS:
-            bucket.start_all_gather(self.step)
         else:
-            self.whole_grads[op.bucket] = bucket.start_all_gather_grads(self.step)
+            bucket.start_all_gather(self.step)
 
     def launch_rounds(self, dirty: Collection[int]) -> None:
         mask = torch.zeros(len(self.buckets), dtype=torch.uint8)
         mask[list(dirty)] = 1
         communication = self.streams.communication
         label = f"agreement on a further round of gradients in step {self.step}"
-        self.communicator.start_all_reduce(mask, "max", communication, label)
+        self.communicator.start_combine(mask, "max", communication, label)
         self.wait_communication()
-        gathers = {
-            op.bucket: op for op in self.schedule.ops if op.part is Part.GRADIENTS and op.kind is OpKind.ALL_GATHER
-        }
         for index in reversed(range(len(self.buckets))):
             if mask[index]:
                 self._reduce(self.buckets[index])
-                if index in gathers:
-                    self.launch(gathers[index])
 
     def drop(self, params: Collection[int]) -> None:
         """Forgets averaged gradients that the user has set to None: as if no rank had used these parameters."""
@@ -152,15 +145,18 @@ class Replica:
                     in_flight.local = None
                     tracked.retained = True
                     tracked.param.grad = in_flight
-        bucket.start_reduce_scatter(grads, retained if any(retained) else None, self.step)
+        self.reduced.add(bucket.index)
+        bucket.start_reduction(grads, retained if any(retained) else None, self.step)
 
     def _make_buckets(self) -> list[BucketRuntime]:
-        rank = self.communicator.rank
+        mine = self.communicator.rank if self.plan.num_shards > 1 else 0
         storage = self._move_parameters()
         pools: dict[torch.dtype, FlatPool] = {}
         for wire in {self.numerics.wire_dtype(bucket.dtype) for bucket in self.plan.buckets}:
             sizes = [
-                b.region_numel * b.world_size for b in self.plan.buckets if self.numerics.wire_dtype(b.dtype) == wire
+                BucketRuntime.wire_numel(b, self.communicator.size)
+                for b in self.plan.buckets
+                if self.numerics.wire_dtype(b.dtype) == wire
             ]
             pools[wire] = FlatPool(max(sizes), wire, len(sizes), self.streams)
         buckets = []
@@ -175,7 +171,7 @@ class Replica:
                     self.tracked[layout.slots[s.slot].param].group,
                 )
                 for s in layout.segments()
-                if s.shard == rank
+                if s.shard == mine
             ]
             wire, step = self.numerics.wire_dtype(layout.dtype), self.numerics.step_dtype(layout.dtype)
             buckets.append(

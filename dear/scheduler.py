@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from dearcore.layout import Plan
-from dearcore.schedule import After, Op, OpKind, Schedule
+from dearcore.schedule import After, Op, Schedule
 
 __all__ = ["Launcher", "Scheduler"]
 
@@ -106,6 +106,6 @@ class Scheduler:
             if op.after is After.BACKWARD_END and not self._stepping:
                 return
             self._cursor += 1
-            if op.kind is OpKind.REDUCE_SCATTER:
+            if op.kind.is_reduction:
                 self._reduced[op.bucket] = 1
             self._launcher.launch(op)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Timeline"]
 
-COMPUTE, STEP_CALL = "compute", "optimizer.step()"
+COMPUTE, STEP_CALL, WAIT = "compute", "optimizer.step()", "wait"
 LANES = (COMPUTE, "pack", "communication", "step")  # dearcore.streams.Streams has the last three
 # "all_gather[3] (fc.weight, fc.bias) in step 17", "pack[3]", "wait[2, 3] (fc.weight)", "gradient norm in step 17"
 _LABEL = re.compile(r"(?P<what>[^\[]+?)(?:\[(?P<buckets>[\d, ]+)\])?(?: \((?P<names>.*)\))?(?: in step (?P<step>\d+))?")
@@ -31,7 +31,7 @@ ROWS = (COMPUTE, "pack", "reduce-scatter", "step", "all-gather", "other collecti
 _COLORS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
-    "wait": "#d62728",
+    WAIT: "#d62728",
     STEP_CALL: "#08306b",
     "pack": "#969696",
     "reduce-scatter": "#fd8d3c",
@@ -40,8 +40,9 @@ _COLORS = {
     "other collectives": "#c49c94",
 }
 _SPARE_COLORS = ("#bcbddc", "#c7e9c0", "#fdd0a2", "#d9d9d9")  # spans of the user's own names
-_DARK = ("backward", STEP_CALL, "wait")
+_DARK = ("backward", STEP_CALL, WAIT)
 _FONT_POINTS = 7.5
+_BOUNDARY: dict[str, Any] = {"color": "#525252", "linewidth": 0.8, "linestyle": ":"}
 
 
 class Timeline:
@@ -161,7 +162,7 @@ class Timeline:
     def _step_ended(self, *_: object) -> None:
         end_s = time.perf_counter()
         start_s = self._iterations[-1].end_s if self._iterations else self._begin_s
-        number = self._optimizer.stats().num_steps - 1
+        number = self._optimizer._replica.step - 1  # as collectives were labelled; it was counted up a moment ago
         self._iterations.append(Span("iterations", f"iteration {number}", start_s, end_s))
         self._optimizer.trace.add(COMPUTE, STEP_CALL, self._step_called_s, end_s)
 
@@ -209,10 +210,10 @@ class Timeline:
 
     def _draw_iterations(self, axes: Axes, begin_s: float, points_per_s: float) -> None:
         if self._iterations:
-            axes.axvline(1e3 * (self._iterations[0].start_s - begin_s), color="#525252", linewidth=0.8, linestyle=":")
+            axes.axvline(1e3 * (self._iterations[0].start_s - begin_s), **_BOUNDARY)
         for span in self._iterations:
             start_ms, end_ms = 1e3 * (span.start_s - begin_s), 1e3 * (span.end_s - begin_s)
-            axes.axvline(end_ms, color="#525252", linewidth=0.8, linestyle=":")
+            axes.axvline(end_ms, **_BOUNDARY)
             duration = f"{end_ms - start_ms:.1f} ms"
             text = f"{span.name}, {duration}"
             if _fits(text, span, points_per_s):
@@ -230,7 +231,8 @@ class _Bar:
     row: str  # where it is drawn
     buckets: tuple[int, ...]
     arguments: dict[str, Any]
-    depth: int = 0  # how many spans of its row it lies in
+    depth: int = 0  # how many bars of its row it lies in
+    is_around: bool = False  # a bar lies in it
 
     @classmethod
     def of(cls, span: Span) -> _Bar:
@@ -253,7 +255,9 @@ class _Bar:
 
     @property
     def number(self) -> str:
-        return ", ".join(map(str, self.buckets))
+        """Parts of a split tensor stand in neighbouring buckets."""
+        first, last = self.buckets[:1], self.buckets[1:][-1:]
+        return "-".join(map(str, first + last))
 
     @property
     def title(self) -> str:
@@ -263,52 +267,40 @@ class _Bar:
 def _nested(bars: Sequence[_Bar]) -> list[_Bar]:
     """The bars in drawing order, with their depths; a wait lies inside the forward that waited."""
     ordered = sorted(bars, key=lambda bar: (bar.span.start_s, -bar.span.end_s))
-    ends: dict[str, list[float]] = {}
+    open_bars: dict[str, list[_Bar]] = {}
     for bar in ordered:
-        open_ends = ends.setdefault(bar.row, [])
-        while open_ends and open_ends[-1] <= bar.span.start_s:
-            open_ends.pop()
-        bar.depth = len(open_ends)
-        open_ends.append(bar.span.end_s)
+        around = open_bars.setdefault(bar.row, [])
+        while around and around[-1].span.end_s <= bar.span.start_s:
+            around.pop()
+        bar.depth = len(around)
+        if around:
+            around[-1].is_around = True
+        around.append(bar)
     return ordered
 
 
 def _draw_bars(axes: Axes, bars: Sequence[_Bar], rows: Sequence[str], begin_s: float, points_per_s: float) -> None:
     colors = dict(_COLORS)
-    shown: set[str] = set()
     order = {kind: place for place, kind in enumerate(_COLORS)}
-    for kind in sorted({_color_key(bar) for bar in bars}, key=lambda kind: (order.get(kind, len(order)), kind)):
-        color = colors.setdefault(kind, _SPARE_COLORS[len(colors) % len(_SPARE_COLORS)])
-        axes.barh([0], [0], color=color, edgecolor="#252525", linewidth=0.3, label=kind)
-        shown.add(kind)
+    for key in sorted({_color_key(bar) for bar in bars}, key=lambda key: (order.get(key, len(order)), key)):
+        color = colors.setdefault(key, _SPARE_COLORS[len(colors) % len(_SPARE_COLORS)])
+        axes.barh([0], [0], color=color, label="wait for parameters" if key == WAIT else key)
     for bar in bars:
-        key, center = _color_key(bar), rows.index(bar.row)
+        key, row = _color_key(bar), rows.index(bar.row)
         start_ms, length_ms = 1e3 * (bar.span.start_s - begin_s), 1e3 * (bar.span.end_s - bar.span.start_s)
-        height = 0.8 * 0.68**bar.depth
+        # what lies inside another bar leaves the upper part of it free for its name
+        top, bottom = row - 0.42 + 0.26 * min(bar.depth, 2), row + 0.42 - 0.05 * min(bar.depth, 2)
+        edge = "#252525" if _fits("0", bar.span, points_per_s) else colors[key]  # edges would hide what is narrow
         axes.barh(
-            center,
-            length_ms,
-            height,
-            start_ms,
-            color=colors[key],
-            edgecolor="#252525",
-            linewidth=0.3,
-            zorder=2 + bar.depth,
-        )
-        text = bar.number or (bar.kind if bar.depth == 0 else "")
+            (top + bottom) / 2, length_ms, bottom - top, start_ms,
+            color=colors[key], edgecolor=edge, linewidth=0.3, zorder=2 + bar.depth,
+        )  # fmt: skip
+        text = bar.number or (bar.kind if bar.row == COMPUTE else "")
         if text and _fits(text, bar.span, points_per_s):
-            color = "white" if key in _DARK else "black"
             axes.text(
-                start_ms + length_ms / 2,
-                center,
-                text,
-                ha="center",
-                va="center",
-                fontsize=_FONT_POINTS,
-                color=color,
-                zorder=9,
-                clip_on=True,
-            )
+                start_ms + length_ms / 2, top + 0.14 if bar.is_around else (top + bottom) / 2, text,
+                ha="center", va="center", fontsize=_FONT_POINTS, color="white" if key in _DARK else "black", zorder=9,
+            )  # fmt: skip
 
 
 def _color_key(bar: _Bar) -> str:

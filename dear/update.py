@@ -73,8 +73,9 @@ class ShardedUpdate:
         replica = self._replica
         kind = "max" if norm_type == float("inf") else "sum"
         label = f"gradient norm in step {replica.step}"
-        replica.communicator.start_all_reduce(total, kind, replica.streams.communication, label)
-        replica.wait_communication()
+        if replica.plan.num_shards > 1:
+            replica.communicator.start_combine(total, kind, replica.streams.communication, label)
+            replica.wait_communication()
         return total if norm_type == float("inf") else torch.pow(total, 1.0 / norm_type)
 
     def change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
@@ -92,7 +93,7 @@ class ShardedUpdate:
         replica = self._replica
         flag = found.detach().to("cpu").reshape(1)
         label = f"search for inf and nan in step {replica.step}"
-        replica.communicator.start_all_reduce(flag, "max", replica.streams.communication, label)
+        replica.communicator.start_combine(flag, "max", replica.streams.communication, label)
         replica.wait_communication()
         found_inf.copy_(flag.view(found_inf.shape))
 
@@ -137,18 +138,17 @@ class WholeUpdate:
     def gradients_finished(self) -> None:
         """Puts the averaged gradient into every `p.grad` whose parameter was used by any rank."""
         replica = self._replica
-        gathered, replica.whole_grads = replica.whole_grads, {}
         parts: dict[int, list[torch.Tensor]] = {}
         used: dict[int, bool] = {}
-        for index, whole in sorted(gathered.items()):
-            bucket = replica.buckets[index]
-            bucket.params_gathered.wait_compute()
-            for segment in bucket.layout.segments():
-                param = bucket.layout.slots[segment.slot].param
-                region = whole[segment.shard]
-                parts.setdefault(param, []).append(region[segment.offset : segment.offset + segment.numel])
-                flag = bool(region[bucket.layout.shard_numel + segment.flag] > 0)
-                used[param] = used.get(param, False) or flag
+        for bucket in replica.buckets:
+            if bucket.index not in replica.reduced:
+                continue
+            bucket.grads_reduced.wait_compute()
+            for segment, count in zip(bucket.owned, bucket.owned_flags.tolist(), strict=True):
+                grad = bucket.grad_shard[segment.offset : segment.offset + segment.numel]
+                parts.setdefault(segment.param, []).append(grad)
+                used[segment.param] = used.get(segment.param, False) or count > 0
+        replica.reduced.clear()
         for param, pieces in parts.items():
             tracked = replica.tracked[param]
             flat = torch.cat(pieces).to(tracked.spec.dtype)

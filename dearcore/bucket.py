@@ -32,8 +32,8 @@ class Phase(Enum):
 
 _NEXT = {
     Phase.READY: (Phase.REDUCED,),
-    Phase.REDUCED: (Phase.REDUCED, Phase.STEPPED, Phase.GATHERED),
-    Phase.STEPPED: (Phase.GATHERED,),
+    Phase.REDUCED: (Phase.REDUCED, Phase.STEPPED),
+    Phase.STEPPED: (Phase.GATHERED, Phase.REDUCED),  # a bucket that is not sharded needs no gather
     Phase.GATHERED: (Phase.REDUCED,),
 }
 
@@ -84,7 +84,10 @@ class BucketRuntime:
         self.layout, self.owned = layout, owned
         self._communicator, self._streams, self._pool = communicator, streams, pool
         self._phase = Phase.READY
-        rank, size = communicator.rank, communicator.size
+        size = communicator.size
+        assert layout.num_shards in (1, size), "a bucket is cut into one shard a rank, or not at all"
+        self.is_sharded = layout.num_shards == size
+        self.shard_index = rank = communicator.rank if self.is_sharded else 0
         shard_numel, region_numel = layout.shard_numel, layout.region_numel
         device = param_flat.device
         self.param_flat = param_flat
@@ -94,7 +97,7 @@ class BucketRuntime:
         self.reduced_region = torch.zeros(region_numel, dtype=accumulate, device=device)
         self.grad_shard = self.reduced_region[:shard_numel]
         self._flags = self.reduced_region[shard_numel:]
-        self._owned_flags = self._flags[: len(owned)]  # on how many ranks (times 1/P) each owned segment was used
+        self.owned_flags = self._flags[: len(owned)]  # on how many ranks (times 1/P) each owned segment was used
         # what the stepper reads: the reduced shard itself unless the step runs in another dtype
         self.step_grad_shard = self.grad_shard if step_dtype == accumulate else self.grad_shard.to(step_dtype)
         self.stepper: ShardStepper | None = None
@@ -125,6 +128,11 @@ class BucketRuntime:
         return self.layout.index
 
     @property
+    def params_fresh(self) -> Event:
+        """Every rank's parameters are up to date."""
+        return self.params_gathered if self.is_sharded else self.shard_stepped
+
+    @property
     def has_master(self) -> bool:
         return self.master_shard is not self.param_shard
 
@@ -132,9 +140,13 @@ class BucketRuntime:
         low_precision = self.param_shard if self.has_master else None
         self.stepper = make_stepper(optimizer, self.owned, self.master_shard, self.step_grad_shard, low_precision)
 
-    def start_reduce_scatter(
-        self, grads: Sequence[torch.Tensor | None], retained: Sequence[bool] | None, step: int
-    ) -> None:
+    @staticmethod
+    def wire_numel(layout: Bucket, world_size: int) -> int:
+        """Elements of the flat gradient buffer that a reduction needs: a multiple of the world size."""
+        numel = layout.region_numel * layout.num_shards
+        return -(-numel // world_size) * world_size
+
+    def start_reduction(self, grads: Sequence[torch.Tensor | None], retained: Sequence[bool] | None, step: int) -> None:
         """Packs one gradient a slot (None: missing, counts as zero and unused) and reduces the bucket.
 
         Gradients are indexed as parameters lie in memory, row-major. They are kept alive until they are packed.
@@ -143,7 +155,7 @@ class BucketRuntime:
         self._move(Phase.REDUCED)
         streams, communication = self._streams, self._streams.communication
         flat, flat_read = self._pool.take()
-        grad_flat = flat[: self.layout.region_numel * self.layout.world_size]
+        grad_flat = flat[: self.wire_numel(self.layout, self._communicator.size)]
         streams.wait_gradients()
         streams.pack.wait(flat_read)
         held = list(grads)
@@ -157,13 +169,15 @@ class BucketRuntime:
         communication.wait(self.grads_packed)
         communication.wait(self.shard_stepped)
         output = self.reduced_region if retained is None else torch.empty_like(self.reduced_region)
-        label = self._label("reduce_scatter", step)
-        self._communicator.start_reduce_scatter(output, grad_flat, self._divisor, communication, label)
+        if self.is_sharded:
+            label = self._label("reduce_scatter", step)
+            self._communicator.start_reduce_scatter(output, grad_flat, self._divisor, communication, label)
+        else:
+            label = self._label("all_reduce", step)
+            self._communicator.start_all_reduce(output, grad_flat, self._divisor, communication, label)
         communication.record(flat_read)
         if retained is not None:
-            keep = [
-                retained[segment.slot] for segment in self.layout.segments() if segment.shard == self._communicator.rank
-            ]
+            keep = [retained[segment.slot] for segment in self.layout.segments() if segment.shard == self.shard_index]
             communication.run(f"add[{self.index}]", lambda: self._add_round(output, keep))
         communication.record(self.grads_reduced)
 
@@ -187,21 +201,15 @@ class BucketRuntime:
         self._communicator.start_all_gather(self.param_flat, communication, self._label("all_gather", step))
         communication.record(self.params_gathered)
 
-    def start_all_gather_grads(self, step: int) -> torch.Tensor:
-        """Returns [size, region_numel]: averaged gradients with their flags, whole once `params_gathered` is true."""
-        self._move(Phase.GATHERED)
-        whole = self.start_gather_of(self.reduced_region, "all_gather of gradients", step)
-        self._streams.communication.record(self.params_gathered)
-        return whole
-
     def start_gather_of(self, shard: torch.Tensor, what: str, step: int) -> torch.Tensor:
-        """Returns [size, n], every rank's `shard` [n] by rank, whole when the communication stream has passed."""
-        communication, rank = self._streams.communication, self._communicator.rank
-        whole = torch.empty(self.layout.world_size, shard.numel(), dtype=shard.dtype, device=shard.device)
+        """Returns [num_shards, n], every `shard` [n] in its place, whole when the communication stream has passed."""
+        communication, rank = self._streams.communication, self.shard_index
+        whole = torch.empty(self.layout.num_shards, shard.numel(), dtype=shard.dtype, device=shard.device)
         communication.wait(self.grads_reduced)
         communication.wait(self.shard_stepped)
         communication.run(f"copy[{self.index}]", lambda: _discard(whole[rank].copy_(shard)))
-        self._communicator.start_all_gather(whole.view(-1), communication, self._label(what, step))
+        if self.is_sharded:
+            self._communicator.start_all_gather(whole.view(-1), communication, self._label(what, step))
         return whole
 
     def _step(self, hyper: Sequence[dict[str, Any]]) -> None:
@@ -210,7 +218,7 @@ class BucketRuntime:
             self.step_grad_shard.copy_(self.grad_shard)
         if self.has_master:
             self._adopt_foreign_changes()
-        self.stepper.step(self._owned_flags, hyper)
+        self.stepper.step(self.owned_flags, hyper)
 
     def _adopt_foreign_changes(self) -> None:
         """Where a parameter is no longer its master's rounding, somebody else has written it: it becomes the master."""

@@ -37,8 +37,16 @@ class Communicator(Protocol):
     def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
         """In place: shard r of `flat` [size * n] is read on rank r and valid everywhere when the stream has passed."""
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
-        """In place; `op` is "sum" or "max". For small tensors: summed in rank order on every rank."""
+    def start_all_reduce(
+        self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
+    ) -> None:
+        """`output` [n] = sum over ranks of `flat` [n, padded to a multiple of size], divided by `divisor`.
+
+        Otherwise as `start_reduce_scatter`; values cross the wire in the dtype of `flat`.
+        """
+
+    def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+        """In place; `op` is "sum" or "max". For small tensors: combined in rank order on every rank."""
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         """In place: every rank holds the root's values when the stream has passed."""
@@ -66,10 +74,12 @@ class LocalCommunicator:
 
         stream.run(label, work)
 
+    start_all_reduce = start_reduce_scatter
+
     def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+    def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
@@ -95,10 +105,15 @@ class NullCommunicator:
         numel = output.numel()
         stream.run(label, lambda: _discard(output.copy_(flat[self.rank * numel : (self.rank + 1) * numel])))
 
+    def start_all_reduce(
+        self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
+    ) -> None:
+        stream.run(label, lambda: _discard(output.copy_(flat[: output.numel()])))
+
     def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+    def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:

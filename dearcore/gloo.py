@@ -59,6 +59,7 @@ class GlooCommunicator:
         self._sequence = 0
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._staging: dict[torch.dtype, torch.Tensor] = {}
+        self._averages: dict[torch.dtype, torch.Tensor] = {}
         try:
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         except (RuntimeError, ValueError) as error:
@@ -90,7 +91,23 @@ class GlooCommunicator:
 
         self._start(work, stream, label)
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
+    def start_all_reduce(
+        self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
+    ) -> None:
+        exchange = self._exchange if self.deterministic else self._ring_reduce
+
+        def work(tag: int) -> None:
+            with _Staged(self, flat, copy_back=False) as host_flat:
+                shard = host_flat.view(self.size, -1)[self.rank]
+                average = _grown(self._averages, output.dtype, shard.numel(), pinned=False)
+                exchange(average, host_flat, tag)
+                shard.copy_(average.div_(divisor) if divisor != 1 else average)
+                self._ring_gather(host_flat, tag)
+                output.copy_(host_flat[: output.numel()])
+
+        self._start(work, stream, label)
+
+    def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         def work(tag: int) -> None:
             flat = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
             flat[self.rank].copy_(tensor)

@@ -1,10 +1,10 @@
 """Where every parameter stands: pure functions of shapes, no device touched.
 
 A *plan* cuts the parameters into *buckets*; bucket 0 holds the first layers of the forward. A bucket's flat
-parameter buffer holds its slots one after the other and is cut into P equal *shards*, one a rank. The flat gradient
-buffer has the same shards, each followed by *flags*: one element for each *segment* (a slot's part inside a shard)
-that says on how many ranks the parameter had a gradient. So no extra collective is needed to leave unused
-parameters alone.
+parameter buffer holds its slots one after the other and is cut into equal *shards*: one a rank where each rank steps
+its part, a single one where every rank steps everything. The flat gradient buffer has the same shards, each followed by
+*flags*: one element for each *segment* (a slot's part inside a shard) that says on how many ranks the parameter had a
+gradient. So no extra collective is needed to leave unused parameters alone.
 
     parameters, P = 2:   | a a a a b | b b c c . |            shard_numel = 5
     gradients:           | a a a a b F F | b b c c . F F |    region_numel = 5 + num_flags
@@ -93,11 +93,11 @@ class Bucket:
     slots: tuple[Slot, ...]
     shard_numel: int
     num_flags: int
-    world_size: int
+    num_shards: int
 
     @property
     def padded_numel(self) -> int:
-        return self.shard_numel * self.world_size
+        return self.shard_numel * self.num_shards
 
     @property
     def region_numel(self) -> int:
@@ -114,7 +114,7 @@ class Bucket:
 
     def segments(self) -> list[Segment]:
         """Every slot cut at the shard boundaries, in the order of offsets."""
-        return _segments(self.slots, self.shard_numel, self.world_size)
+        return _segments(self.slots, self.shard_numel, self.num_shards)
 
     def first_names(self, count: int = 3) -> str:
         names = [slot.fqn for slot in self.slots[:count]]
@@ -126,7 +126,7 @@ class Plan:
     """The buckets of one optimizer, in forward order. `print(plan)` shows a table."""
 
     fusion: str  # what made it, for people
-    world_size: int
+    num_shards: int
     buckets: tuple[Bucket, ...]
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class Plan:
             "  ".join(c.rjust(w) if i < 5 else c for i, (c, w) in enumerate(zip(row, widths, strict=True)))
             for row in rows
         )
-        return f"plan: {self.fusion}, {len(self.buckets)} buckets, world size {self.world_size}\n{body}"
+        return f"plan: {self.fusion}, {len(self.buckets)} buckets, {self.num_shards} shards\n{body}"
 
     def to_json(self) -> str:
         record = asdict(self)
@@ -172,13 +172,14 @@ class Plan:
             )
             for bucket in record["buckets"]
         )
-        return cls(record["fusion"], record["world_size"], buckets)
+        return cls(record["fusion"], record["num_shards"], buckets)
 
-    def check_fits(self, params: Sequence[ParamSpec], world_size: int) -> None:
-        """Raises ArgumentError unless this plan places exactly `params` on `world_size` ranks."""
-        if self.world_size != world_size:
+    def check_fits(self, params: Sequence[ParamSpec], num_shards: int) -> None:
+        """Raises ArgumentError unless this plan places exactly `params` in `num_shards` shards."""
+        if self.num_shards != num_shards:
             raise ArgumentError(
-                f"the plan was made for {self.world_size} ranks, this job has {world_size}. Make the plan anew."
+                f"the plan cuts buckets into {self.num_shards} shards, this job needs {num_shards} (one a rank where "
+                "parameters are sharded, else one). Make the plan anew."
             )
         placed: dict[int, int] = {}
         names: dict[int, tuple[str, torch.dtype]] = {}
@@ -211,7 +212,7 @@ class NearbyLayers:
             raise ArgumentError(f"NearbyLayers expects a whole number of layers >= 1, got {self.num_layers!r}.")
 
 
-def plan_threshold(params: Sequence[ParamSpec], world_size: int, threshold_bytes: float, name: str = "") -> Plan:
+def plan_threshold(params: Sequence[ParamSpec], num_shards: int, threshold_bytes: float, name: str = "") -> Plan:
     """Fills buckets from the last layer backwards up to `threshold_bytes`; larger tensors are split over several.
 
     `params` stand in forward order. Filling backwards leaves the small remainder to the first layers, whose bucket
@@ -221,23 +222,23 @@ def plan_threshold(params: Sequence[ParamSpec], world_size: int, threshold_bytes
     open_buckets: dict[torch.dtype, list[_Piece]] = {}
     for position, spec in reversed(list(enumerate(params))):
         if spec.num_bytes > threshold_bytes:
-            pieces.extend([piece] for piece in _split(position, spec, world_size, threshold_bytes))
+            pieces.extend([piece] for piece in _split(position, spec, num_shards, threshold_bytes))
             continue
         bucket = open_buckets.get(spec.dtype)
         if bucket is None or sum(p.spec.num_bytes for p in bucket) + spec.num_bytes > threshold_bytes:
             bucket = open_buckets[spec.dtype] = []
             pieces.append(bucket)
         bucket.insert(0, _Piece(position, spec, 0, spec.numel))
-    return _plan_of(pieces, world_size, name or f"threshold {threshold_bytes / MIB:g} MiB")
+    return _plan_of(pieces, num_shards, name or f"threshold {threshold_bytes / MIB:g} MiB")
 
 
-def plan_unfused(params: Sequence[ParamSpec], world_size: int) -> Plan:
+def plan_unfused(params: Sequence[ParamSpec], num_shards: int) -> Plan:
     """One bucket for each tensor."""
     pieces = [[_Piece(position, spec, 0, spec.numel)] for position, spec in enumerate(params)]
-    return _plan_of(pieces, world_size, "no fusion")
+    return _plan_of(pieces, num_shards, "no fusion")
 
 
-def plan_nearby_layers(params: Sequence[ParamSpec], world_size: int, num_layers: int) -> Plan:
+def plan_nearby_layers(params: Sequence[ParamSpec], num_shards: int, num_layers: int) -> Plan:
     """Every `num_layers` modules that are neighbours in the forward order share a bucket (one for each dtype)."""
     layers: list[str] = []
     pieces: dict[tuple[int, torch.dtype], list[_Piece]] = {}
@@ -246,7 +247,7 @@ def plan_nearby_layers(params: Sequence[ParamSpec], world_size: int, num_layers:
             layers.append(spec.module)
         key = ((len(layers) - 1) // num_layers, spec.dtype)
         pieces.setdefault(key, []).append(_Piece(position, spec, 0, spec.numel))
-    return _plan_of(list(pieces.values()), world_size, f"{num_layers} nearby layers")
+    return _plan_of(list(pieces.values()), num_shards, f"{num_layers} nearby layers")
 
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -275,21 +276,21 @@ class _Piece:
     numel: int
 
 
-def _split(position: int, spec: ParamSpec, world_size: int, threshold_bytes: float) -> list[_Piece]:
+def _split(position: int, spec: ParamSpec, num_shards: int, threshold_bytes: float) -> list[_Piece]:
     """Cuts a tensor into equal parts whose sizes need no padding, so that they stay contiguous in memory."""
-    unit = world_size * SLOT_ALIGN_BYTES // spec.dtype.itemsize
+    unit = num_shards * SLOT_ALIGN_BYTES // spec.dtype.itemsize
     num_parts = max(1, math.ceil(spec.num_bytes / max(threshold_bytes, 1)))
     part_numel = max(unit, math.ceil(spec.numel / num_parts / unit) * unit)
     starts = range(0, spec.numel, part_numel)
     return [_Piece(position, spec, start, min(part_numel, spec.numel - start)) for start in starts]
 
 
-def _plan_of(pieces: list[list[_Piece]], world_size: int, fusion: str) -> Plan:
+def _plan_of(pieces: list[list[_Piece]], num_shards: int, fusion: str) -> Plan:
     ordered = sorted(pieces, key=lambda bucket: (bucket[0].position, bucket[0].start))
-    return Plan(fusion, world_size, tuple(_bucket_of(i, bucket, world_size) for i, bucket in enumerate(ordered)))
+    return Plan(fusion, num_shards, tuple(_bucket_of(i, bucket, num_shards) for i, bucket in enumerate(ordered)))
 
 
-def _bucket_of(index: int, pieces: Iterable[_Piece], world_size: int) -> Bucket:
+def _bucket_of(index: int, pieces: Iterable[_Piece], num_shards: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
     dtype = torch.float32
@@ -300,21 +301,21 @@ def _bucket_of(index: int, pieces: Iterable[_Piece], world_size: int) -> Bucket:
         slots.append(Slot(piece.spec.index, piece.spec.fqn, piece.start, offset, piece.numel))
         end = offset + piece.numel
     align = SHARD_ALIGN_BYTES // dtype.itemsize
-    shard_numel = math.ceil(end / (world_size * align)) * align
-    num_segments = [0] * world_size
-    for segment in _segments(tuple(slots), shard_numel, world_size):
+    shard_numel = math.ceil(end / (num_shards * align)) * align
+    num_segments = [0] * num_shards
+    for segment in _segments(tuple(slots), shard_numel, num_shards):
         num_segments[segment.shard] += 1
     num_flags = math.ceil(max(num_segments) / align) * align
-    return Bucket(index, dtype, tuple(slots), shard_numel, num_flags, world_size)
+    return Bucket(index, dtype, tuple(slots), shard_numel, num_flags, num_shards)
 
 
-def _segments(slots: Sequence[Slot], shard_numel: int, world_size: int) -> list[Segment]:
+def _segments(slots: Sequence[Slot], shard_numel: int, num_shards: int) -> list[Segment]:
     segments: list[Segment] = []
-    flags = [0] * world_size
+    flags = [0] * num_shards
     for position, slot in enumerate(slots):
         at, end = slot.offset, slot.offset + slot.numel
         while True:  # an empty tensor has one empty segment, so that it keeps a flag and optimizer state
-            shard = min(at // shard_numel, world_size - 1) if shard_numel else 0
+            shard = min(at // shard_numel, num_shards - 1) if shard_numel else 0
             stop = max(at, min(end, (shard + 1) * shard_numel))
             start = slot.start + at - slot.offset
             segments.append(Segment(position, shard, start, at - shard * shard_numel, stop - at, flags[shard]))

@@ -6,27 +6,24 @@ to be true on the host before an op may be launched; what has to be true on the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from .errors import ArgumentError
 from .layout import Plan
 
-__all__ = ["After", "Op", "OpKind", "Part", "Schedule", "plan_dear", "plan_dear_gathering_gradients"]
+__all__ = ["After", "Op", "OpKind", "Schedule", "plan_all_reduce", "plan_dear"]
 
 
 class OpKind(Enum):
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
-    STEP = "step"
+    REDUCE_SCATTER = "reduce_scatter"  # of gradients: each rank gets its shard of the average
+    ALL_REDUCE = "all_reduce"  # of gradients: every rank gets the whole average
+    STEP = "step"  # of the shard, or of the whole bucket after an all-reduce
+    ALL_GATHER = "all_gather"  # of parameters, after the step
 
-
-class Part(Enum):
-    """What an op moves or changes."""
-
-    GRADIENTS = "gradients"
-    PARAMETERS = "parameters"
+    @property
+    def is_reduction(self) -> bool:
+        return self in (OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE)
 
 
 class After(Enum):
@@ -41,7 +38,6 @@ class After(Enum):
 class Op:
     kind: OpKind
     bucket: int
-    part: Part
     after: After
 
     def __str__(self) -> str:
@@ -56,55 +52,48 @@ class Schedule:
     ops: tuple[Op, ...]
 
     def __str__(self) -> str:
-        lines = [
-            f"{op.kind.value:15s} bucket {op.bucket:<4d} {op.part.value:10s} after {op.after.value}" for op in self.ops
-        ]
+        lines = [f"{op.kind.value:15s} bucket {op.bucket:<4d} after {op.after.value}" for op in self.ops]
         return "\n".join([f"schedule: {self.name}, {len(self.ops)} ops", *lines])
 
     def check_fits(self, plan: Plan) -> None:
-        """Raises ArgumentError unless each bucket is reduced once, then stepped once, then gathered.
-
-        Gathered gradients need no step op: the wrapped optimizer steps them when all have come.
-        """
+        """Raises ArgumentError unless each bucket is reduced once, then stepped once, then gathered if sharded."""
         for bucket in plan.buckets:
-            got = [(op.kind, op.part) for op in self.ops if op.bucket == bucket.index]
+            got = [op.kind for op in self.ops if op.bucket == bucket.index]
             if got not in _LEGAL:
-                found = ", ".join(kind.value for kind, _ in got) or "nothing"
+                found = ", ".join(kind.value for kind in got) or "nothing"
                 raise ArgumentError(
                     f"schedule '{self.name}' does to bucket {bucket.index} ({bucket.first_names()}): {found}; expected "
-                    "reduce_scatter, step, all_gather of parameters, in this order and once each (or reduce_scatter, "
-                    "all_gather of gradients)."
+                    "reduce_scatter, step, all_gather, in this order and once each (or all_reduce, step)."
+                )
+            if (got[0] is OpKind.ALL_REDUCE) != (plan.num_shards == 1) and plan.num_shards > 1:
+                raise ArgumentError(
+                    f"schedule '{self.name}' reduces bucket {bucket.index} whole, but the plan cuts it into "
+                    f"{plan.num_shards} shards. Make the plan for one shard."
                 )
         extra = {op.bucket for op in self.ops} - {bucket.index for bucket in plan.buckets}
         if extra:
             raise ArgumentError(f"schedule '{self.name}' names bucket {min(extra)}; the plan has {len(plan.buckets)}.")
 
 
-_RS = (OpKind.REDUCE_SCATTER, Part.GRADIENTS)
-_STEP = (OpKind.STEP, Part.PARAMETERS)
-_LEGAL: Sequence[list[tuple[OpKind, Part]]] = (
-    [_RS, _STEP, (OpKind.ALL_GATHER, Part.PARAMETERS)],
-    [_RS, (OpKind.ALL_GATHER, Part.GRADIENTS)],
+_LEGAL = (
+    [OpKind.REDUCE_SCATTER, OpKind.STEP, OpKind.ALL_GATHER],
+    [OpKind.ALL_REDUCE, OpKind.STEP],
+    [OpKind.ALL_REDUCE],  # the user's own optimizer steps when all gradients have come
 )
 
 
 def plan_dear(plan: Plan) -> Schedule:
     """DeAR (Zhang et al., arXiv 2302.12445): reduce-scatters in backward order, then all-gathers in forward order."""
-    ops = [_reduce_scatter(bucket.index) for bucket in reversed(plan.buckets)]
+    ops = [Op(OpKind.REDUCE_SCATTER, bucket.index, After.GRAD_READY) for bucket in reversed(plan.buckets)]
     for bucket in plan.buckets:
-        ops.append(Op(OpKind.STEP, bucket.index, Part.PARAMETERS, After.BACKWARD_END))
-        ops.append(Op(OpKind.ALL_GATHER, bucket.index, Part.PARAMETERS, After.DONE))
+        ops.append(Op(OpKind.STEP, bucket.index, After.BACKWARD_END))
+        ops.append(Op(OpKind.ALL_GATHER, bucket.index, After.DONE))
     return Schedule("dear", tuple(ops))
 
 
-def plan_dear_gathering_gradients(plan: Plan) -> Schedule:
-    """For optimizers that need whole gradients: each bucket is gathered right behind its reduction, in the backward."""
-    ops: list[Op] = []
-    for bucket in reversed(plan.buckets):
-        ops.append(_reduce_scatter(bucket.index))
-        ops.append(Op(OpKind.ALL_GATHER, bucket.index, Part.GRADIENTS, After.DONE))
-    return Schedule("dear, gradients gathered", tuple(ops))
-
-
-def _reduce_scatter(bucket: int) -> Op:
-    return Op(OpKind.REDUCE_SCATTER, bucket, Part.GRADIENTS, After.GRAD_READY)
+def plan_all_reduce(plan: Plan, name: str, step: bool) -> Schedule:
+    """All-reduces in backward order; with `step`, buckets are stepped in forward order, whole, on every rank."""
+    ops = [Op(OpKind.ALL_REDUCE, bucket.index, After.GRAD_READY) for bucket in reversed(plan.buckets)]
+    if step:
+        ops += [Op(OpKind.STEP, bucket.index, After.BACKWARD_END) for bucket in plan.buckets]
+    return Schedule(name, tuple(ops))
