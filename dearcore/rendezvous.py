@@ -24,8 +24,6 @@ from .heartbeat import Heartbeat, Peers
 
 __all__ = ["Launch", "World", "read_launch"]
 
-_num_worlds = 0  # of this process: init, shutdown, init again must not meet the keys of the first time
-
 DEFAULT_PORT = 29500
 
 
@@ -132,9 +130,9 @@ class World:
         self.heartbeat = Heartbeat(self.store, self.rank) if self.store is not None else None
         self._num_communicators: dict[tuple[int, ...], int] = {}
         self._closeables: weakref.WeakSet[Closeable] = weakref.WeakSet()
-        global _num_worlds
-        _num_worlds += 1
-        self._key = f"dear/{_num_worlds}"
+        # init, shutdown, init again must not meet the keys of the first time
+        time = self.store.add(f"dear/init/{self.rank}", 1) if self.store is not None else 0
+        self._key = f"dear/{time}"
 
     def on_shutdown(self, closeable: Closeable) -> None:
         """`closeable.close()` is called by `close`, unless it has died before."""
