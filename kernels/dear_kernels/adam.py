@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dear_kernels.addresses import device_flags, device_guard, mark_written, upload
+from dear_kernels.checks import check_adam
 from dear_kernels.hyper import AdamHyper
-from dear_kernels.reference import check_adam
 from dear_kernels.segments import StepTable
+from dear_kernels.strided import rounded
 
 __all__ = ["adam_step_"]
 
@@ -44,7 +45,7 @@ def _adam_coefficients_kernel(
     """One row per segment. A launch of its own: the tiles of a segment could not agree on who counts the step."""
     segment = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = segment < num_segments
-    hyper = hyper_ptr + tl.load(group_ptr + segment, mask=mask, other=0) * 11
+    hyper = hyper_ptr + tl.load(group_ptr + segment, mask=mask, other=0).to(tl.int64) * 11
     used = mask
     if HAS_USED:
         used = mask & (tl.load(used_ptr + segment, mask=mask, other=0) != 0)
@@ -103,7 +104,7 @@ def _adam_elements(
         largest = tl.maximum(before, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_ptr + at, tl.where(amsgrad, largest, before).to(max_ptr.dtype.element_ty), mask=mask)
         second = tl.where(amsgrad, largest, exp_avg_sq)
-    if COMPUTE == tl.float64:
+    if second.dtype == tl.float64:
         denominator = tl.sqrt(second) / correction2_sqrt + eps
         param = param + negative_step_size * exp_avg / denominator
     else:  # the plain operators of fp32 are approximate
@@ -111,8 +112,8 @@ def _adam_elements(
         param = param + tl.div_rn(negative_step_size * exp_avg, denominator)
     tl.store(param_ptr + at, param.to(param_ptr.dtype.element_ty), mask=mask)
     if HAS_LOW:
-        stored = param.to(param_ptr.dtype.element_ty).to(COMPUTE)
-        tl.store(low_ptr + at, stored.to(low_ptr.dtype.element_ty), mask=mask)
+        stored = rounded(param, param_ptr.dtype.element_ty)
+        tl.store(low_ptr + at, rounded(stored.to(COMPUTE), low_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

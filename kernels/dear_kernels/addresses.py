@@ -50,7 +50,7 @@ class Launch:
 def upload(
     values: Sequence[int] | Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns `values` on `device`, valid for work enqueued on the current stream after this. The host does not wait."""
+    """Returns `values` on `device`, for what the current stream is given after this. The host does not wait."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

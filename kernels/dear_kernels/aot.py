@@ -1,7 +1,7 @@
 """Compiles every kernel ahead of time, without a GPU, and reports what the compiler made of it.
 
 `python -m dear_kernels.aot` prints one line per kernel, dtype and architecture: the widest global load and store, how
-many 128-bit ones there are of how many a full block needs, the registers per thread, and bytes of stack and local memory
+many 128-bit ones there are of how many a full block needs, the registers per thread, bytes of stack and local memory
 (both must be 0: anything else is a spill). It exits with 1 if a line breaks its limits. `--arch 90` and `--kernel pack`
 narrow the run.
 
@@ -216,10 +216,10 @@ def _compute(param: str) -> Any:
 
 def _norm_cases() -> Iterator[Case]:
     for dtype in ("fp32", "bf16", "fp64"):
-        constants = {"COUNT": dtype == "fp64", "BLOCK": norm.BLOCK_NUMEL}
+        constants = {"COUNT": dtype == "fp64", "PARTIALS": norm.MAX_PROGRAMS, "BLOCK": norm.BLOCK_NUMEL}
         signature = {"shard_ptr": f"*{dtype}", "partial_ptr": "*fp64", "numel": "i64"}
         yield Case(norm._norm_kernel, dtype, signature, constants, norm.NUM_WARPS, (dtype,))
-    constants = {"COUNT": True, "BLOCK": norm.MAX_PROGRAMS}
+    constants = {"COUNT": True, "PARTIALS": norm.MAX_PROGRAMS}
     signature = {"out_ptr": "*fp64", "partial_ptr": "*fp64", "num_partials": "i32"}
     yield Case(norm._norm_finish_kernel, "fp64", signature, constants, norm.NUM_WARPS)
 

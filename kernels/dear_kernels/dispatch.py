@@ -37,7 +37,8 @@ def pack_(flat: Tensor, tensors: Sequence[Tensor | None], table: SegmentTable, *
         flat: contiguous 1-D, at least `table.flat_numel` elements, float32, bfloat16, float16 or float64.
         tensors: `table.num_tensors` entries on flat's device, of any strides (their row-major logical order counts)
             and any of these dtypes. None is a missing tensor: its segments become 0 and their flags 0.
-        scale: finite factor, applied in fp32 (fp64 if either dtype is fp64) before the one rounding to flat's dtype.
+        scale: finite factor, applied in fp32 (fp64 if either dtype is fp64) before the one rounding to flat's dtype
+            (from fp64 to bf16 or fp16 there are two, by way of fp32, as PyTorch casts).
 
     At return every segment and flag of `flat` is written (on CUDA: enqueued on the current stream), all other elements
     are as before. The tensors must stay alive and unchanged until that work is done. No launch if there is nothing to

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dear_kernels.addresses import device_guard, mark_written
-from dear_kernels.reference import check_norm
+from dear_kernels.checks import check_norm
 
 __all__ = ["found_nonfinite", "norm_stats", "sum_of_squares"]
 
@@ -20,15 +20,17 @@ MAX_PROGRAMS = 1024
 @triton.jit(do_not_specialize=["numel"])
 def _norm_kernel(
     shard_ptr,  # [numel]
-    partial_ptr,  # fp64 [2, num_programs], written: sums of squares, numbers of non-finite lanes
+    partial_ptr,  # fp64 [2, PARTIALS], the first num_programs of each written: sums of squares, non-finite lanes
     numel,
     COUNT: tl.constexpr,  # whether to look at each element; else the sum tells
+    PARTIALS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     total = tl.zeros([BLOCK], tl.float64)
     bad = tl.zeros([BLOCK], tl.int32)
     index = tl.arange(0, BLOCK)
-    block = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    block = program
     while block * BLOCK < numel:
         begin = block * BLOCK
         if begin + BLOCK <= numel:
@@ -39,25 +41,25 @@ def _norm_kernel(
         if COUNT:
             bad = bad | tl.where(tl.abs(value) < float("inf"), 0, 1)
         block += tl.num_programs(0)
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, axis=0))
+    tl.store(partial_ptr + program, tl.sum(total, axis=0))
     if COUNT:
-        tl.store(partial_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(bad, axis=0).to(tl.float64))
+        tl.store(partial_ptr + PARTIALS + program, tl.sum(bad, axis=0).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["num_partials"])
 def _norm_finish_kernel(
     out_ptr,  # fp64 [2], written
-    partial_ptr,  # fp64 [2, num_partials]
+    partial_ptr,  # fp64 [2, PARTIALS]
     num_partials,
     COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
-    index = tl.arange(0, BLOCK)
+    index = tl.arange(0, PARTIALS)
     mask = index < num_partials
     total = tl.sum(tl.load(partial_ptr + index, mask=mask, other=0.0), axis=0)
     tl.store(out_ptr, total)
     if COUNT:
-        is_bad = tl.sum(tl.load(partial_ptr + num_partials + index, mask=mask, other=0.0), axis=0) > 0
+        is_bad = tl.sum(tl.load(partial_ptr + PARTIALS + index, mask=mask, other=0.0), axis=0) > 0
     else:
         # The squares of finite values of the narrower dtypes cannot overflow in fp64.
         is_bad = tl.abs(total) < float("inf")
@@ -82,9 +84,11 @@ def norm_stats(shard: Tensor, *, out: Tensor | None = None) -> Tensor:
     num_partials = min(triton.cdiv(numel, BLOCK_NUMEL), MAX_PROGRAMS)
     count = shard.dtype == torch.float64
     with device_guard(shard):
-        partials = torch.empty(2, num_partials, dtype=torch.float64, device=shard.device)
-        _norm_kernel[(num_partials,)](shard, partials, numel, COUNT=count, BLOCK=BLOCK_NUMEL, num_warps=NUM_WARPS)
-        _norm_finish_kernel[(1,)](out, partials, num_partials, COUNT=count, BLOCK=MAX_PROGRAMS, num_warps=NUM_WARPS)
+        partials = torch.empty(2, MAX_PROGRAMS, dtype=torch.float64, device=shard.device)
+        _norm_kernel[(num_partials,)](
+            shard, partials, numel, COUNT=count, PARTIALS=MAX_PROGRAMS, BLOCK=BLOCK_NUMEL, num_warps=NUM_WARPS
+        )
+        _norm_finish_kernel[(1,)](out, partials, num_partials, COUNT=count, PARTIALS=MAX_PROGRAMS, num_warps=NUM_WARPS)
     mark_written((out,))
     return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dear_kernels.addresses import MISSING, device_guard, mark_written, plan_launches
 from dear_kernels.segments import SegmentTable, compute_dtype
-from dear_kernels.strided import memory_position
+from dear_kernels.strided import memory_position, rounded
 
 __all__ = ["pack_"]
 
@@ -27,7 +27,7 @@ TRITON_DTYPES = {
 }
 
 
-@triton.jit(do_not_specialize=["num_tiles", "scale"])
+@triton.jit(do_not_specialize=["num_tiles", "layout_columns", "scale"])
 def _pack_kernel(
     flat_ptr,  # [flat_numel]
     address_ptr,  # int64 [num_tensors]: an address, or MISSING 0, or SKIP -1
@@ -72,7 +72,7 @@ def _pack_kernel(
                 value = tl.load(aligned_source + index).to(COMPUTE)
                 if SCALED:
                     value = value * factor
-                tl.store(aligned_target + index, value.to(TARGET))
+                tl.store(aligned_target + index, rounded(value, TARGET))
             else:
                 done = numel * 0
                 while done < numel:
@@ -83,7 +83,7 @@ def _pack_kernel(
                     value = tl.load(source + position, mask=(at < numel) & present, other=0.0).to(COMPUTE)
                     if SCALED:
                         value = value * factor
-                    tl.store(target + at, value.to(TARGET), mask=at < numel)
+                    tl.store(target + at, rounded(value, TARGET), mask=at < numel)
                     done += EDGE
         tile += tl.num_programs(0)
 

@@ -2,7 +2,8 @@
 
 Same signatures and same contracts as the public functions in `dispatch.py`. The optimizer twins issue the operators of
 torch.optim's single-tensor path (foreach=False, fused=False) in the same order, so their results are the same bits.
-They walk a shard in chunks that stay in cache, which changes no bit: every operator is element-wise.
+They walk a shard in chunks that stay in cache and join neighbouring segments, which changes no bit of fp32 and fp64.
+(For bf16 and fp16 parameters it may: PyTorch's `add_(alpha=)` rounds otherwise in a vector's body than in its tail.)
 """
 
 import threading
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dear_kernels.checks import check_adam, check_norm, check_sgd
 from dear_kernels.hyper import AdamHyper, SGDHyper
-from dear_kernels.segments import Run, Segment, SegmentTable, StepTable, check_dtype, compute_dtype
+from dear_kernels.segments import Run, Segment, SegmentTable, StepTable, compute_dtype
 
 __all__ = ["adam_step_", "found_nonfinite", "norm_stats", "pack_", "sgd_step_", "sum_of_squares", "unpack_"]
 
@@ -118,7 +120,7 @@ def pack_(flat: Tensor, tensors: Sequence[Tensor | None], table: SegmentTable, *
         return
     wholes = views.all_wholes(tensors)
     if wholes is not None:
-        _copy_scaled(wholes, tensors, scale)  # type: ignore[arg-type]
+        _copy_scaled(wholes, list(tensors), scale)  # type: ignore[arg-type]
         return
     match = views.match(tensors)
     targets, sources = list(match.views), list(match.tensors)
@@ -151,7 +153,7 @@ def unpack_(tensors: Sequence[Tensor | None], flat: Tensor, table: SegmentTable,
     views = _flat_views(flat, table)
     wholes = views.all_wholes(tensors)
     if wholes is not None:
-        _copy_scaled(tensors, wholes, scale)  # type: ignore[arg-type]
+        _copy_scaled(list(tensors), wholes, scale)  # type: ignore[arg-type]
         return
     match = views.match(tensors)
     _copy_scaled(match.tensors, match.views, scale)
@@ -164,7 +166,7 @@ def unpack_(tensors: Sequence[Tensor | None], flat: Tensor, table: SegmentTable,
             tensor.copy_(row_major.view(tensor.shape))
 
 
-def _copy_scaled(targets: Sequence[Tensor], sources: Sequence[Tensor], scale: float) -> None:
+def _copy_scaled(targets: list[Tensor], sources: list[Tensor], scale: float) -> None:
     """targets = (sources in the compute dtype * scale), rounded once to the dtype of each target."""
     if not targets:
         return
@@ -178,10 +180,10 @@ def _copy_scaled(targets: Sequence[Tensor], sources: Sequence[Tensor], scale: fl
         group[1].append(source)
     for (target_dtype, source_dtype), (group_targets, group_sources) in pairs.items():
         dtype = compute_dtype(target_dtype, source_dtype)
-        if _rounds_once_in_place(target_dtype, source_dtype):
+        if target_dtype == dtype:
             torch._foreach_copy_(group_targets, group_sources)
             torch._foreach_mul_(group_targets, scale)
-        else:
+        else:  # never _foreach_mul_ on bf16 or fp16: it rounds the scale itself to their few digits
             scaled = torch._foreach_mul([s.to(dtype) for s in group_sources], scale)
             torch._foreach_copy_(group_targets, scaled)
 
@@ -360,86 +362,6 @@ def _adam_chunk(
 _scratch = _Scratch()
 
 
-# ------------------------------------------------------------------------------------------------ argument checks
-
-
-def check_sgd(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    table: StepTable,
-    hyper: Sequence[SGDHyper],
-    steps: Tensor,
-    used: Tensor | None,
-    low_precision_param: Tensor | None,
-) -> None:
-    """Raises ValueError for arguments that `sgd_step_` cannot take; shared with the kernel."""
-    _check_common(param, grad, table, hyper, steps, used, low_precision_param)
-    if momentum_buffer is not None:
-        _check_state(momentum_buffer, param, table, "momentum_buffer")
-    elif any(h.momentum != 0 for h in hyper):
-        raise ValueError("a group has momentum but momentum_buffer is None; pass a tensor like param.")
-
-
-def check_adam(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    table: StepTable,
-    hyper: Sequence[AdamHyper],
-    steps: Tensor,
-    used: Tensor | None,
-    low_precision_param: Tensor | None,
-) -> None:
-    """Raises ValueError for arguments that `adam_step_` cannot take; shared with the kernel."""
-    _check_common(param, grad, table, hyper, steps, used, low_precision_param)
-    _check_state(exp_avg, param, table, "exp_avg")
-    _check_state(exp_avg_sq, param, table, "exp_avg_sq")
-    if max_exp_avg_sq is not None:
-        _check_state(max_exp_avg_sq, param, table, "max_exp_avg_sq")
-    elif any(h.amsgrad for h in hyper):
-        raise ValueError("a group has amsgrad=True but max_exp_avg_sq is None; pass a tensor like param.")
-
-
-def _check_common(
-    param: Tensor,
-    grad: Tensor,
-    table: StepTable,
-    hyper: Sequence[object],
-    steps: Tensor,
-    used: Tensor | None,
-    low_precision_param: Tensor | None,
-) -> None:
-    table.check_hyper(hyper)
-    table.check_shard(param, "param")
-    table.check_shard(grad, "grad")
-    table.check_per_segment(steps, "steps")
-    if not steps.is_contiguous() or not steps.is_floating_point():
-        raise ValueError(f"steps has dtype {steps.dtype}, stride {steps.stride()}; expected contiguous float32.")
-    if used is not None:
-        table.check_per_segment(used, "used")
-    for tensor, name in (
-        (grad, "grad"),
-        (steps, "steps"),
-        (used, "used"),
-        (low_precision_param, "low_precision_param"),
-    ):
-        if tensor is not None and tensor.device != param.device:
-            raise ValueError(f"{name} is on {tensor.device}; expected param's device {param.device}.")
-    if low_precision_param is not None:
-        table.check_shard(low_precision_param, "low_precision_param")
-
-
-def _check_state(state: Tensor, param: Tensor, table: StepTable, name: str) -> None:
-    table.check_shard(state, name)
-    if state.device != param.device:
-        raise ValueError(f"{name} is on {state.device}; expected param's device {param.device}.")
-    if state.dtype != param.dtype:
-        raise ValueError(f"{name} has dtype {state.dtype}; expected that of param, {param.dtype}.")
-
-
 # ---------------------------------------------------------------------------------------------------------- norms
 
 
@@ -476,12 +398,3 @@ def sum_of_squares(shard: Tensor) -> Tensor:
 def found_nonfinite(shard: Tensor) -> Tensor:
     """Twin of `dear_kernels.found_nonfinite`."""
     return norm_stats(shard)[1].to(torch.float32)
-
-
-def check_norm(shard: Tensor, out: Tensor | None) -> None:
-    """Raises ValueError for arguments that `norm_stats` cannot take; shared with the kernel."""
-    if not shard.is_contiguous():
-        raise ValueError(f"shard has shape {tuple(shard.shape)}, strides {shard.stride()}; expected contiguous.")
-    check_dtype(shard, "shard")
-    if out is not None and (out.dtype != torch.float64 or out.shape != (2,)):
-        raise ValueError(f"out has shape {tuple(out.shape)}, dtype {out.dtype}; expected float64 of shape (2,).")

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dear_kernels.addresses import device_flags, device_guard, mark_written, upload
+from dear_kernels.checks import check_sgd
 from dear_kernels.hyper import SGDHyper
-from dear_kernels.reference import check_sgd
 from dear_kernels.segments import StepTable
+from dear_kernels.strided import rounded
 
 __all__ = ["sgd_step_"]
 
@@ -41,7 +42,7 @@ def _sgd_coefficients_kernel(
     """One row per segment. A launch of its own: the tiles of a segment could not agree on who counts the step."""
     segment = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = segment < num_segments
-    hyper = hyper_ptr + tl.load(group_ptr + segment, mask=mask, other=0) * 6
+    hyper = hyper_ptr + tl.load(group_ptr + segment, mask=mask, other=0).to(tl.int64) * 6
     steps = tl.load(steps_ptr + segment, mask=mask, other=0.0)
     used = mask
     if HAS_USED:
@@ -85,8 +86,8 @@ def _sgd_elements(
     param = param + negative_lr * grad
     tl.store(param_ptr + at, param.to(param_ptr.dtype.element_ty), mask=mask)
     if HAS_LOW:
-        stored = param.to(param_ptr.dtype.element_ty).to(COMPUTE)
-        tl.store(low_ptr + at, stored.to(low_ptr.dtype.element_ty), mask=mask)
+        stored = rounded(param, param_ptr.dtype.element_ty)
+        tl.store(low_ptr + at, rounded(stored.to(COMPUTE), low_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

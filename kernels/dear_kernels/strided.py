@@ -1,9 +1,17 @@
-"""Device code shared by pack and unpack: from a row-major logical element to its place in a strided tensor."""
+"""Device code shared by the kernels: where a logical element stands in a strided tensor, and how a value is rounded."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["memory_position"]
+__all__ = ["memory_position", "rounded"]
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """`value` in DTYPE as PyTorch casts: from fp64 to bf16 and fp16 by way of fp32."""
+    if value.dtype == tl.float64 and value.dtype != DTYPE:
+        value = value.to(tl.float32)
+    return value.to(DTYPE)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 from dear_kernels.addresses import SKIP, collapse, device_guard, mark_written, plan_launches
 from dear_kernels.pack import TRITON_DTYPES
 from dear_kernels.segments import SegmentTable, compute_dtype
-from dear_kernels.strided import memory_position
+from dear_kernels.strided import memory_position, rounded
 
 __all__ = ["unpack_"]
 
@@ -21,7 +21,7 @@ NUM_WARPS = 8
 MAX_PROGRAMS = 65536  # programs walk over the tiles beyond that
 
 
-@triton.jit(do_not_specialize=["num_tiles", "scale"])
+@triton.jit(do_not_specialize=["num_tiles", "layout_columns", "scale"])
 def _unpack_kernel(
     flat_ptr,  # [flat_numel]
     address_ptr,  # int64 [num_tensors]: an address, or SKIP -1
@@ -60,7 +60,7 @@ def _unpack_kernel(
                 value = tl.load(aligned_source + index).to(COMPUTE)
                 if SCALED:
                     value = value * factor
-                tl.store(aligned_target + index, value.to(TARGET))
+                tl.store(aligned_target + index, rounded(value, TARGET))
             else:
                 done = numel * 0
                 while done < numel:
@@ -71,7 +71,7 @@ def _unpack_kernel(
                     value = tl.load(source + at, mask=at < numel, other=0.0).to(COMPUTE)
                     if SCALED:
                         value = value * factor
-                    tl.store(target + position, value.to(TARGET), mask=at < numel)
+                    tl.store(target + position, rounded(value, TARGET), mask=at < numel)
                     done += EDGE
         tile += tl.num_programs(0)
 
