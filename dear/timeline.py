@@ -93,7 +93,7 @@ class Timeline:
         """
         try:
             if self._hooks:
-                for bucket in self._optimizer._replica.buckets:
+                for bucket in self._optimizer._engine.replica.buckets:
                     bucket.params_gathered.wait_host()
         finally:
             self._end()
@@ -123,7 +123,8 @@ class Timeline:
         """
         self._check_recorded()
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"displayTimeUnit": "ms", "traceEvents": list(self._events())}, file, indent=0)
+            events = ",\n".join(json.dumps(event) for event in self._events())
+            file.write(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n')
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the lanes over time in ms, with bucket numbers in the bars, into an image (the suffix says which kind).
@@ -141,7 +142,7 @@ class Timeline:
         width_inches = min(max(13.0, 4.0 * len(self._iterations)), 30.0)
         figure = Figure((width_inches, 1.6 + 0.55 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
-        axes.set_xlim(0.0, 1e3 * (end_s - begin_s))
+        axes.set_xlim(0.0, 1.005e3 * (end_s - begin_s))
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_yticks(range(len(rows)), rows)
         axes.tick_params(axis="y", length=0)
@@ -151,7 +152,7 @@ class Timeline:
         points_per_s = 72 * 0.88 * width_inches / (end_s - begin_s)
         _draw_bars(axes, bars, rows, begin_s, points_per_s)
         self._draw_iterations(axes, begin_s, points_per_s)
-        communicator = self._optimizer._communicator
+        communicator = self._optimizer._engine.communicator
         axes.set_title(f"rank {communicator.rank} of {communicator.size}", loc="left", pad=20, fontweight="bold")
         figure.legend(loc="outside lower center", ncols=len(_COLORS) + len(_SPARE_COLORS), frameon=False)
         figure.savefig(path, dpi=150)
@@ -162,7 +163,7 @@ class Timeline:
     def _step_ended(self, *_: object) -> None:
         end_s = time.perf_counter()
         start_s = self._iterations[-1].end_s if self._iterations else self._begin_s
-        number = self._optimizer._replica.step - 1  # as collectives were labelled; it was counted up a moment ago
+        number = self._optimizer._engine.replica.step - 1  # as collectives were labelled; it was counted up a moment ago
         self._iterations.append(Span("iterations", f"iteration {number}", start_s, end_s))
         self._optimizer.trace.add(COMPUTE, STEP_CALL, self._step_called_s, end_s)
 
@@ -185,7 +186,7 @@ class Timeline:
         return min(span.start_s for span in spans), max(span.end_s for span in spans)
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        communicator = self._optimizer._communicator
+        communicator = self._optimizer._engine.communicator
         process = {"pid": communicator.rank}
         lanes = dict.fromkeys((*LANES, *(span.lane for span in self._spans)))
         thread_of = {lane: {**process, "tid": number} for number, lane in enumerate(lanes, 1)}

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from torch.distributed.distributed_c10d import Store
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Activity", "Heartbeat", "Peers", "Status"]
 

@@ -1,0 +1,330 @@
+"""What a DistributedOptimizer is made of: it ties parameters, plan, streams and ranks together and hears the hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from dearcore.communicator import Communicator
+from dearcore.errors import ArgumentError, CommunicatorError
+from dearcore.heartbeat import Activity, Peers
+from dearcore.layout import NearbyLayers, Plan
+from dearcore.rendezvous import World
+from dearcore.schedule import Schedule
+from dearcore.streams import Streams
+from dearcore.trace import Trace
+
+from . import checkpoint
+from .agreement import check_agreement, describe
+from .bindings import Bindings
+from .gradients import local_gradient
+from .parameters import without_waiting
+from .planning import make_plan, make_schedule
+from .replica import Numerics, Replica, settle_gradient
+from .stats import WaitLog
+from .tracked import TrackedParameter, track
+from .update import ShardedUpdate, Update, WholeUpdate
+
+__all__ = ["Engine", "Options"]
+
+_owners: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # id of a parameter -> its engine
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, checked. `sharded`: the optimizer steps on shards."""
+
+    schedule: str | Schedule
+    fusion: float | NearbyLayers | Plan | None
+    sharded: bool
+    accumulate: int
+    reduce_dtype: torch.dtype | None
+    master_dtype: torch.dtype | None
+    broadcast_buffers: bool
+
+
+class Engine:
+    """Owns the hooks, the replica of the present plan and how it is updated. Every method is for all ranks alike.
+
+    Construction is collective: it checks that all ranks wrap the same thing, then broadcasts from the first rank.
+    """
+
+    def __init__(
+        self, optimizer: optim.Optimizer, model: nn.Module, options: Options, world: World, ranks: tuple[int, ...]
+    ) -> None:
+        self.optimizer, self.options = optimizer, options
+        this = weakref.ref(self)  # parameters must not keep us alive
+        self.tracked = track(optimizer, model, functools.partial(_unscale, this))
+        self.closed = self.local_only = self._unscaled = False
+        _check_unclaimed(self.tracked)
+        self.trace = Trace()
+        self.log = WaitLog(model)
+        self.communicator: Communicator
+        self.peers: Peers
+        self.communicator, self.peers = world.new_communicator(ranks)
+        self.streams = Streams(self.tracked[0].param.device, self.trace)
+        self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator)
+        self._finalizer.atexit = False  # dear.shutdown sees to that
+        self._handles: list[Any] = []
+        try:
+            self._start(model, this)
+        except BaseException:
+            self._finalizer()
+            raise
+        for tracked in self.tracked:
+            _owners[id(tracked.param)] = self
+        world.on_shutdown(self)
+        self.peers.watch(functools.partial(_activity, this))
+
+    def _start(self, model: nn.Module, this: weakref.ref[Engine]) -> None:
+        check_agreement(describe(model, self.optimizer, [str(self.options)]), self._gather_objects)
+        # memory formats may differ from rank to rank; buckets need one
+        for tracked, strides in zip(
+            self.tracked, self._gather_objects([t.strides for t in self.tracked])[0], strict=True
+        ):
+            tracked.strides = strides
+        self.broadcast([*model.parameters(), *model.buffers()])
+        self._passes = bytearray(len(self.tracked))
+        observing = not isinstance(self.options.fusion, Plan)
+        self.replica, self.update = self._build(list(range(len(self.tracked))), observing)
+        if any(self.optimizer.state.values()):
+            self.adopt_state({id(param): dict(state) for param, state in self.optimizer.state.items()})
+        self._bindings = Bindings(model, self.tracked, self.optimizer)
+        for index, tracked in enumerate(self.tracked):
+            bell = functools.partial(_ring, this, index)
+            self._handles.append(tracked.param.register_post_accumulate_grad_hook(bell))  # type: ignore[no-untyped-call]
+        if self.options.broadcast_buffers:
+            self._handles.append(model.register_forward_pre_hook(functools.partial(_broadcast_buffers, this)))
+
+    # -- an iteration ------------------------------------------------------------------------------------------------
+
+    def grad_arrived(self, index: int, param: nn.Parameter) -> None:
+        """The doorbell of one parameter."""
+        if self.local_only:
+            return
+        tracked = self.tracked[index]
+        if self.options.accumulate > 1:
+            self._passes[index] = passes = min(self._passes[index] + 1, 255)
+            if passes < self.options.accumulate:
+                return
+        grad = param.grad
+        if grad is not tracked.in_flight:
+            assert grad is not None
+            tracked.in_flight.local = local_gradient(grad)
+            tracked.retained = False
+            param.grad = tracked.in_flight
+        self.replica.scheduler.grad_ready(index)
+
+    @contextlib.contextmanager
+    def accumulating_locally(self) -> Iterator[None]:
+        before, self.local_only = self.local_only, True
+        try:
+            yield
+        finally:
+            self.local_only = before
+
+    def finish_gradients(self) -> None:
+        """Brings every gradient of this iteration under way, whatever the user did to `p.grad`. Collective."""
+        self._bindings.check()
+        if self.replica.scheduler.observing:
+            self._adopt_observed_order()
+        replica = self.replica
+        dropped: list[int] = []
+        with without_waiting():
+            for tracked in self.tracked:
+                if tracked.param.grad is not tracked.in_flight:
+                    was_retained = tracked.retained
+                    settle_gradient(tracked)
+                    if was_retained and tracked.in_flight.local is None:
+                        dropped.append(tracked.spec.index)
+                if tracked.in_flight.local is not None:
+                    replica.scheduler.mark_dirty(tracked.spec.index)
+        replica.drop(dropped)
+        replica.scheduler.finish_gradients()
+        self.update.gradients_finished()
+
+    def step(self) -> None:
+        """Applies the averaged gradients and begins the next iteration. Collective."""
+        self.finish_gradients()
+        self.update.step()
+        self.replica.step += 1
+        self.log.step_ended()
+        self._forget_passes()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Where gradients have arrived, reductions may be under way: every rank launches the rest, then begins anew."""
+        scheduler = self.replica.scheduler
+        with without_waiting():
+            if set_to_none:
+                self._forget_gradients()
+            if scheduler.has_begun:
+                if not scheduler.observing:
+                    scheduler.finish_gradients()
+                    self.replica.reduced.clear()
+                scheduler.restart()
+                self._forget_passes()
+                if set_to_none:
+                    self._forget_gradients()
+            if not set_to_none:
+                for tracked in self.tracked:
+                    if tracked.param.grad is not None:
+                        tracked.param.grad.zero_()
+
+    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """What torch's GradScaler asks of in-flight gradients; it asks once for each dtype, we answer once for all."""
+        if not self._unscaled:
+            self._unscaled = True
+            self.finish_gradients()
+            self.update.unscale(found_inf, inv_scale)
+
+    def _forget_gradients(self) -> None:
+        for tracked in self.tracked:
+            tracked.param.grad = None
+            tracked.in_flight.local = None
+
+    def _forget_passes(self) -> None:
+        self._unscaled = False
+        if self.options.accumulate > 1:
+            self._passes[:] = bytes(len(self._passes))
+
+    # -- plan and state ----------------------------------------------------------------------------------------------
+
+    def export_state(self) -> dict[int, dict[str, Any]]:
+        """The whole state of every parameter, by its number in the optimizer. Collective."""
+        numbers = checkpoint.packed_indices(self.optimizer)
+        states = checkpoint.export_state(self.replica)
+        return {numbers[id(self.tracked[index].param)]: state for index, state in sorted(states.items())}
+
+    def adopt_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Takes this rank's part of the whole state of every parameter, by id. The optimizer keeps no copy."""
+        if self.options.sharded:
+            by_index = {t.spec.index: states[id(t.param)] for t in self.tracked if states.get(id(t.param))}
+            checkpoint.import_state(self.replica, by_index)
+            for tracked in self.tracked:
+                self.optimizer.state.pop(tracked.param, None)
+
+    def _build(self, forward_order: list[int], observing: bool) -> tuple[Replica, Update]:
+        """Lays out the parameters for a plan over `forward_order` and makes what runs it."""
+        options = self.options
+        specs = [self.tracked[index].spec for index in forward_order]
+        plan = make_plan(options.fusion, specs, self.communicator.size if options.sharded else 1)
+        replica = Replica(
+            plan,
+            make_schedule(options.schedule, plan, options.sharded),
+            self.tracked,
+            self.communicator,
+            self.streams,
+            Numerics(options.reduce_dtype, options.master_dtype),
+            self.log.waited,
+            observing,
+        )
+        return replica, (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)
+
+    def _adopt_observed_order(self) -> None:
+        """The first backward has shown the order of gradients: lay out anew if the first rank saw another one."""
+        scheduler = self.replica.scheduler
+        missing = set(range(len(self.tracked))) - set(scheduler.order)
+        # what never got a gradient goes last in the backward, where it delays nobody's reduction
+        observed = [*sorted(missing), *reversed(scheduler.order)] if scheduler.order else None
+        order: list[int] | None = self._gather_objects(observed)[0]
+        planned = [slot.param for bucket in self.replica.plan.buckets for slot in bucket.slots if slot.start == 0]
+        scheduler.observing = False
+        if order is not None and order != planned:
+            states = checkpoint.export_state(self.replica) if self.options.sharded else {}
+            step = self.replica.step
+            self.replica, self.update = self._build(order, observing=False)
+            self.replica.step = step
+            if states:
+                checkpoint.import_state(self.replica, states)
+            self._bindings.rebind()
+
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Gives every rank the first rank's values, in place; blocks until done."""
+        with torch.no_grad():
+            copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+            for copy in copies:
+                label = "broadcast of the first rank's values"
+                self.communicator.start_broadcast(copy, 0, self.streams.communication, label)
+            self._wait_communication()
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.detach().copy_(copy)
+
+    def _gather_objects(self, mine: Any) -> list[Any]:
+        gathered: list[Any] = []
+        self.communicator.start_gather_objects(mine, gathered, self.streams.communication, "agreement")
+        self._wait_communication()
+        return gathered
+
+    def _wait_communication(self) -> None:
+        passed = self.streams.new_event()
+        self.streams.communication.record(passed)
+        passed.wait_host()
+
+    def close(self) -> None:
+        """Ends what is under way and undoes everything. After a failed collective it does so without waiting."""
+        if self.closed:
+            return
+        self.closed = True
+        for handle in self._handles:
+            handle.remove()
+        for tracked in self.tracked:
+            _owners.pop(id(tracked.param), None)
+        with contextlib.suppress(CommunicatorError):  # the gates stay: whoever touches a parameter is told
+            self.replica.release()
+        self.peers.forget()
+        self._finalizer()
+        with without_waiting():
+            for tracked in self.tracked:
+                if tracked.param.grad is tracked.in_flight:
+                    tracked.param.grad = None
+
+
+def _ring(this: weakref.ref[Engine], index: int, param: nn.Parameter) -> None:
+    engine = this()
+    if engine is not None:
+        engine.grad_arrived(index, param)
+
+
+def _unscale(this: weakref.ref[Engine], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    engine = this()
+    if engine is not None:
+        engine.unscale(found_inf, inv_scale)
+
+
+def _broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> None:
+    engine = this()
+    if engine is not None and module.training and torch.is_grad_enabled():
+        engine.broadcast(list(module.buffers()))
+
+
+def _activity(this: weakref.ref[Engine]) -> Activity:
+    engine = this()
+    if engine is None:
+        return Activity(0, "", 0.0)
+    communicator = engine.communicator
+    return Activity(engine.replica.step, communicator.doing, engine.log.waited_ms, communicator.failed)
+
+
+def _end(streams: Streams, communicator: Communicator) -> None:
+    """Lets what was enqueued drain, with a deadline: peers may still need this rank's part."""
+    streams.close()
+    communicator.close()
+
+
+def _check_unclaimed(tracked: list[TrackedParameter]) -> None:
+    for t in tracked:
+        owner = _owners.get(id(t.param))
+        if owner is not None and not owner.closed and any(t.param is other.param for other in owner.tracked):
+            raise ArgumentError(
+                f"parameter '{t.spec.fqn}' is trained by another DistributedOptimizer already. Give each parameter to "
+                "one optimizer, or close() the other one first."
+            )
