@@ -27,6 +27,7 @@ from .collectives import (
 from .context import device, init, is_initialized, local_rank, local_size, rank, shutdown, size
 from .optimizer import DistributedOptimizer
 from .stats import Stats
+from .timeline import Timeline
 
 __all__ = [
     "ArgumentError",
@@ -43,6 +44,7 @@ __all__ = [
     "ScheduleError",
     "Stats",
     "Sum",
+    "Timeline",
     "allgather",
     "allreduce",
     "barrier",

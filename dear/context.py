@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -70,6 +72,17 @@ def shutdown() -> None:
         context, _context = _context, None
         context.world.close()
         context.communicator.close()
+
+
+@contextlib.contextmanager
+def moving_nothing() -> Iterator[None]:
+    """Optimizers built inside send nothing (and train wrong weights): to measure an iteration without communication."""
+    world = current().world
+    world.moves_nothing = True
+    try:
+        yield
+    finally:
+        world.moves_nothing = False
 
 
 def is_initialized() -> bool:

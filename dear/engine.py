@@ -65,7 +65,7 @@ class Engine:
         self.closed = self.local_only = self._unscaled = False
         _check_unclaimed(self.tracked)
         self.trace = Trace()
-        self.log = WaitLog(model)
+        self.log = WaitLog(self.trace)
         self.communicator: Communicator
         self.peers: Peers
         self.communicator, self.peers = world.new_communicator(ranks)
@@ -118,7 +118,7 @@ class Engine:
         if grad is not tracked.in_flight:
             assert grad is not None
             tracked.in_flight.local = local_gradient(grad)
-            tracked.retained = False
+            tracked.retained, tracked.whole = False, None
             param.grad = tracked.in_flight
         self.replica.scheduler.grad_ready(index)
 
@@ -136,17 +136,24 @@ class Engine:
         if self.replica.scheduler.observing:
             self._adopt_observed_order()
         replica = self.replica
-        dropped: list[int] = []
+        dropped: set[int] = set()
+        zeroed: set[int] = set()
         with without_waiting():
             for tracked in self.tracked:
-                if tracked.param.grad is not tracked.in_flight:
-                    was_retained = tracked.retained
+                in_flight, index = tracked.in_flight, tracked.spec.index
+                if tracked.param.grad is not in_flight:
+                    if tracked.holds_average():
+                        continue
                     settle_gradient(tracked)
-                    if was_retained and tracked.in_flight.local is None:
-                        dropped.append(tracked.spec.index)
-                if tracked.in_flight.local is not None:
-                    replica.scheduler.mark_dirty(tracked.spec.index)
-        replica.drop(dropped)
+                if replica.scheduler.is_reduced(index):  # what the reduction left may be unwanted, or too little
+                    if not tracked.retained:
+                        dropped.add(index)
+                    elif in_flight.zeroed:
+                        zeroed.add(index)
+                    in_flight.zeroed = False
+                    if in_flight.local is not None:
+                        replica.scheduler.mark_late(index)
+        replica.clear(dropped, zeroed)
         replica.scheduler.finish_gradients()
         self.update.gradients_finished()
 
@@ -186,7 +193,7 @@ class Engine:
 
     def _forget_gradients(self) -> None:
         for tracked in self.tracked:
-            tracked.param.grad = None
+            tracked.param.grad = tracked.whole = None
             tracked.in_flight.local = None
 
     def _forget_passes(self) -> None:

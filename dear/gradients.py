@@ -22,10 +22,12 @@ _aten = torch.ops.aten
 class InFlightGradient(torch.Tensor):
     """Stands for one parameter's gradient from its hook until `zero_grad`. Made once and used again in each iteration.
 
-    `local` is this rank's gradient that has not been reduced yet, or None.
+    `local` is this rank's gradient that has not been reduced yet, or None. `zeroed`: what has been reduced counts as
+    zeros from now on, which unlike no gradient at all is applied (weight decay, momentum).
     """
 
     local: torch.Tensor | None
+    zeroed: bool
     fqn: str
     _unscale: Callable[[Any, Any], None]
 
@@ -37,7 +39,7 @@ class InFlightGradient(torch.Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
         assert isinstance(self, InFlightGradient)
-        self.local, self.fqn, self._unscale = None, fqn, unscale
+        self.local, self.zeroed, self.fqn, self._unscale = None, False, fqn, unscale
         return self
 
     def __init__(self, param: torch.Tensor, fqn: str, unscale: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
@@ -51,8 +53,9 @@ class InFlightGradient(torch.Tensor):
             self.local.add_(grad)
 
     def zero(self) -> None:
-        """A gradient of zeros: unlike none, it is applied (weight decay, momentum)."""
-        with torch.no_grad():
+        """Zeros what was reduced and what was not; a parameter that nobody used stays unused."""
+        self.zeroed = True
+        if self.local is not None:
             self.local = torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -13,7 +13,7 @@ from dearcore.communicator import Communicator
 from dearcore.layout import Plan
 from dearcore.schedule import Op, OpKind, Schedule
 from dearcore.shard import OwnedSegment
-from dearcore.streams import Streams
+from dearcore.streams import Event, InlineStream, Streams
 
 from .gradients import local_gradient
 from .parameters import Gate, without_waiting
@@ -54,13 +54,16 @@ class Replica:
     observing: bool = False
     step: int = 0
     hyper: Sequence[dict[str, Any]] = ()
+    late_reduced: Event = field(init=False)  # late gradients -> shard step
     buckets: list[BucketRuntime] = field(init=False)
     gates: list[Gate] = field(init=False)
     scheduler: Scheduler = field(init=False)
     reduced: set[int] = field(init=False, default_factory=set)  # buckets reduced since somebody cleared this
+    late_buckets: set[int] = field(init=False, default_factory=set)  # of the last agreement, once it is reached
     _last_part: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.late_reduced = self.streams.new_event()
         self.buckets = self._make_buckets()
         self.scheduler = Scheduler(self.plan, self.schedule, self, self.observing)
         gates: dict[tuple[int, ...], list[TrackedParameter]] = {}
@@ -89,22 +92,35 @@ class Replica:
         else:
             bucket.start_all_gather(self.step)
 
-    def launch_rounds(self, dirty: Collection[int]) -> None:
-        mask = torch.zeros(len(self.buckets), dtype=torch.uint8)
-        mask[list(dirty)] = 1
-        communication = self.streams.communication
-        label = f"agreement on a further round of gradients in step {self.step}"
-        self.communicator.start_combine(mask, "max", communication, label)
-        self.wait_communication()
-        for index in reversed(range(len(self.buckets))):
-            if mask[index]:
-                self._reduce(self.buckets[index])
+    def launch_late(self, late: Collection[int]) -> None:
+        """Reduces what came after its bucket had left, on this rank or any other.
 
-    def drop(self, params: Collection[int]) -> None:
-        """Forgets averaged gradients that the user has set to None: as if no rank had used these parameters."""
-        for index in sorted({b for param in params for b in self.scheduler.buckets_of[param]}):
-            bucket = self.buckets[index]
-            bucket.on_reduced(f"drop[{index}]", lambda bucket=bucket: bucket.drop(params))  # type: ignore[misc]
+        Which buckets these are is known to nobody before the ranks have told each other, so the communication stream
+        itself asks and then does what is needed; the host goes on.
+        """
+        communication = self.streams.communication
+        mask = torch.zeros(len(self.buckets), dtype=torch.uint8)
+        mask[list(late)] = 1
+        grads = {index: self._take_gradients(self.buckets[index]) for index in late}
+        for bucket in self.buckets:
+            communication.wait(bucket.shard_stepped)
+        step = self.step
+        label = f"agreement on late gradients in step {step}"
+
+        def reduce_late() -> None:
+            self.communicator.start_combine(mask, "max", InlineStream(), label)
+            self.late_buckets = set(mask.nonzero().view(-1).tolist())
+            for index in reversed(range(len(mask))):
+                if mask[index]:
+                    self.buckets[index].reduce_late(grads.pop(index, None), step)
+
+        communication.run(label, reduce_late)
+        communication.record(self.late_reduced)
+
+    def clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
+        """Forgets averaged gradients that the user has set to None (dropped) or to zeros (zeroed)."""
+        for index in sorted({b for param in {*dropped, *zeroed} for b in self.scheduler.buckets_of[param]}):
+            self.buckets[index].start_clear(dropped, zeroed)
 
     def wait_communication(self) -> None:
         """Blocks the host until all that was enqueued on the communication stream has ended."""
@@ -131,22 +147,36 @@ class Replica:
 
     def _reduce(self, bucket: BucketRuntime) -> None:
         """Takes the local gradients of the bucket's parameters, which become in-flight, and enqueues its reduction."""
+        dropped: set[int] = set()
+        zeroed: set[int] = set()
+        add = False
+        with without_waiting():
+            for slot in bucket.layout.slots:
+                tracked = self.tracked[slot.param]
+                settle_gradient(tracked)
+                if tracked.retained:
+                    add = True
+                else:
+                    dropped.add(slot.param)
+                if tracked.in_flight.zeroed:
+                    zeroed.add(slot.param)
+        if add and (dropped or zeroed):
+            bucket.start_clear(dropped, zeroed)
+        self.reduced.add(bucket.index)
+        bucket.start_reduction(self._take_gradients(bucket), add, self.step)
+
+    def _take_gradients(self, bucket: BucketRuntime) -> list[torch.Tensor | None]:
+        """The local gradients of the bucket's slots in memory order; from now on they are in flight."""
         grads: list[torch.Tensor | None] = []
-        retained: list[bool] = []
         with without_waiting():
             for slot in bucket.layout.slots:
                 tracked = self.tracked[slot.param]
                 in_flight = tracked.in_flight
-                settle_gradient(tracked)
-                local = in_flight.local
-                grads.append(local if local is None else tracked.in_memory_order(local))
-                retained.append(tracked.retained)
+                grads.append(in_flight.local if in_flight.local is None else tracked.in_memory_order(in_flight.local))
                 if self._last_part[slot.param] == bucket.index:
-                    in_flight.local = None
-                    tracked.retained = True
+                    in_flight.local, in_flight.zeroed, tracked.retained = None, False, True
                     tracked.param.grad = in_flight
-        self.reduced.add(bucket.index)
-        bucket.start_reduction(grads, retained if any(retained) else None, self.step)
+        return grads
 
     def _make_buckets(self) -> list[BucketRuntime]:
         mine = self.communicator.rank if self.plan.num_shards > 1 else 0
@@ -175,7 +205,17 @@ class Replica:
             ]
             wire, step = self.numerics.wire_dtype(layout.dtype), self.numerics.step_dtype(layout.dtype)
             buckets.append(
-                BucketRuntime(layout, param_flat, pools[wire], owned, step, wire, self.communicator, self.streams)
+                BucketRuntime(
+                    layout,
+                    param_flat,
+                    pools[wire],
+                    owned,
+                    step,
+                    wire,
+                    self.communicator,
+                    self.streams,
+                    self.late_reduced,
+                )
             )
         return buckets
 
@@ -213,13 +253,16 @@ class Replica:
 
 def settle_gradient(tracked: TrackedParameter) -> None:
     """Brings our books in line with what `p.grad` is now: the user may have zeroed or assigned it."""
-    grad = tracked.param.grad
-    if grad is tracked.in_flight:
+    grad, in_flight = tracked.param.grad, tracked.in_flight
+    if grad is in_flight:
         return
-    tracked.retained = False
-    tracked.in_flight.local = None if grad is None else local_gradient(grad)
+    tracked.retained = in_flight.zeroed = False
+    in_flight.local = None
+    if not tracked.holds_average():  # a whole average is not reduced again: it is added to what comes
+        tracked.whole = None
+        in_flight.local = None if grad is None else local_gradient(grad)
     if grad is not None:
-        tracked.param.grad = tracked.in_flight
+        tracked.param.grad = in_flight
 
 
 def _aligned(numel: int, dtype: torch.dtype) -> int:

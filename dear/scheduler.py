@@ -18,16 +18,16 @@ class Launcher(Protocol):
     def launch(self, op: Op) -> None:
         """Enqueues one op on its stream and returns."""
 
-    def launch_rounds(self, dirty: Collection[int]) -> None:
-        """Reduces once more the buckets that any rank finds in its `dirty`, after agreeing with all ranks."""
+    def launch_late(self, late: Collection[int]) -> None:
+        """Reduces once more the buckets that any rank finds in its `late`."""
 
 
 class Scheduler:
     """Runs a schedule once an iteration. An iteration ends with `finish_step`, or with `restart` if there is no step.
 
     A bucket that is ready early waits for its turn; gradients that never come count as zero when
-    `finish_gradients` is called. A gradient that comes when its bucket has left already makes the bucket *dirty*: it
-    stays local until `finish_gradients`, which then reduces it in a further round.
+    `finish_gradients` is called. A gradient that comes when its bucket has left already is *late*: it stays local until
+    `finish_gradients`, which has late gradients reduced in a further round.
 
     While `observing`, nothing is launched before `finish_gradients`, and `order` collects the order of arrival: the
     first backward shows in which order the plan should have its parameters.
@@ -54,7 +54,7 @@ class Scheduler:
         self._reduced = bytearray(len(self._num_slots))
         self._gradients_finished = False
         self._stepping = False
-        self.dirty: set[int] = set()
+        self.late: set[int] = set()
         self.order.clear()
         self.has_begun = False  # a gradient has arrived in this iteration
 
@@ -67,7 +67,7 @@ class Scheduler:
             self.order.append(param)
         for bucket in self.buckets_of[param]:
             if self._reduced[bucket]:
-                self.dirty.add(bucket)
+                self.late.add(bucket)
             elif not again:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
@@ -77,18 +77,17 @@ class Scheduler:
         """True if (a part of) this parameter's gradient has left in this iteration."""
         return any(self._reduced[bucket] for bucket in self.buckets_of[param])
 
-    def mark_dirty(self, param: int) -> None:
+    def mark_late(self, param: int) -> None:
         """A gradient was assigned by hand: it needs a further round if its bucket has left."""
-        self.dirty.update(bucket for bucket in self.buckets_of[param] if self._reduced[bucket])
+        self.late.update(bucket for bucket in self.buckets_of[param] if self._reduced[bucket])
 
     def finish_gradients(self) -> None:
         """Launches all reductions that are left, then further rounds for what came too late. Collective."""
         self.observing = False
         self._gradients_finished = True
         self._advance()
-        if self.dirty:
-            dirty, self.dirty = self.dirty, set()
-            self._launcher.launch_rounds(dirty)
+        late, self.late = self.late, set()
+        self._launcher.launch_late(late)
 
     def finish_step(self) -> None:
         """Launches everything that is left and begins the next iteration."""

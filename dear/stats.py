@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from dearcore.heartbeat import Status
 from dearcore.layout import Plan
+from dearcore.trace import Trace
 
 __all__ = ["Stats", "Wait", "WaitLog"]
 
@@ -55,7 +54,9 @@ def _slowest(peers: Sequence[Status]) -> int | None:
 
 
 class WaitLog:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._waited_s = 0.0
         self._total_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
         self._module: dict[int, str] = {}
@@ -63,6 +64,10 @@ class WaitLog:
         self._first_s = self._last_s = 0.0
 
     def waited(self, buckets: tuple[int, ...], touched: str, seconds: float) -> None:
+        end_s = time.perf_counter()
+        label = f"wait[{', '.join(map(str, buckets))}]" + (f" ({touched})" if touched else "")
+        self._trace.add("compute", label, end_s - seconds, end_s)
+        self._waited_s += seconds
         for bucket in buckets:
             self._total_s[bucket] = self._total_s.get(bucket, 0.0) + seconds
             self._longest_s[bucket] = max(self._longest_s.get(bucket, 0.0), seconds)
@@ -78,7 +83,7 @@ class WaitLog:
     @property
     def waited_ms(self) -> float:
         """Mean time that an iteration has waited for parameters."""
-        return 1e3 * sum(self._total_s.values()) / max(self._num_steps, 1)
+        return 1e3 * self._waited_s / max(self._num_steps, 1)
 
     def stats(self, plan: Plan, rank: int, bytes_sent: int, peers: Sequence[Status]) -> Stats:
         steps = max(self._num_steps, 1)
@@ -96,7 +101,7 @@ class WaitLog:
             rank,
             self._num_steps,
             1e3 * (self._last_s - self._first_s) / max(self._num_steps - 1, 1),
-            sum(wait.mean_ms for wait in waits),
+            self.waited_ms,
             bytes_sent / 1e6 / steps,
             sorted(waits, key=lambda wait: -wait.mean_ms),
             _slowest(peers),

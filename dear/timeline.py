@@ -163,7 +163,7 @@ class Timeline:
     def _step_ended(self, *_: object) -> None:
         end_s = time.perf_counter()
         start_s = self._iterations[-1].end_s if self._iterations else self._begin_s
-        number = self._optimizer._engine.replica.step - 1  # as collectives were labelled; it was counted up a moment ago
+        number = self._optimizer._engine.replica.step - 1  # counted up a moment ago
         self._iterations.append(Span("iterations", f"iteration {number}", start_s, end_s))
         self._optimizer.trace.add(COMPUTE, STEP_CALL, self._step_called_s, end_s)
 

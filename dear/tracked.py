@@ -28,6 +28,18 @@ class TrackedParameter:
     strides: tuple[int, ...]  # dense; memory order is the order of these
     in_flight: InFlightGradient
     retained: bool = False  # an averaged gradient of it stands in the reduced shard
+    whole: torch.Tensor | None = None  # the averaged gradient, where it was gathered and put into p.grad
+    whole_version: int = 0  # of that tensor when it was last ours
+
+    def put_average(self, average: torch.Tensor | None) -> None:
+        """Makes `average` the parameter's gradient."""
+        self.param.grad = self.whole = average
+        self.whole_version = 0 if average is None else average._version
+
+    def holds_average(self) -> bool:
+        """True if `p.grad` is the averaged gradient that we put there, and nobody has changed it since."""
+        whole = self.whole
+        return whole is not None and self.param.grad is whole and whole._version == self.whole_version
 
     @property
     def memory_order(self) -> tuple[int, ...] | None:

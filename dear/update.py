@@ -138,6 +138,8 @@ class WholeUpdate:
     def gradients_finished(self) -> None:
         """Puts the averaged gradient into every `p.grad` whose parameter was used by any rank."""
         replica = self._replica
+        replica.late_reduced.wait_compute()
+        replica.reduced |= replica.late_buckets
         parts: dict[int, list[torch.Tensor]] = {}
         used: dict[int, bool] = {}
         for bucket in replica.buckets:
@@ -148,12 +150,18 @@ class WholeUpdate:
                 grad = bucket.grad_shard[segment.offset : segment.offset + segment.numel]
                 parts.setdefault(segment.param, []).append(grad)
                 used[segment.param] = used.get(segment.param, False) or count > 0
-        replica.reduced.clear()
         for param, pieces in parts.items():
             tracked = replica.tracked[param]
-            flat = torch.cat(pieces).to(tracked.spec.dtype)
-            tracked.param.grad = tracked.view_of(flat) if used[param] else None
+            average = tracked.whole
+            if used[param]:
+                average = tracked.view_of(torch.cat(pieces).to(tracked.spec.dtype))
+                if tracked.whole is not None:
+                    average.add_(tracked.whole)
+            tracked.put_average(average)
             tracked.retained = False
+        for index in replica.reduced:  # what comes later is added to the gradients that are whole already
+            replica.buckets[index].reduced_region.zero_()
+        replica.reduced.clear()
 
     def norm(self, norm_type: float) -> torch.Tensor:
         grads = self._grads()
@@ -168,9 +176,17 @@ class WholeUpdate:
         with torch.no_grad():
             for grad in self._grads():
                 change(grad)
+        self._keep()
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(self._grads(), found_inf, inv_scale)
+        self._keep()
+
+    def _keep(self) -> None:
+        """What we have just changed ourselves is still an average."""
+        for tracked in self._replica.tracked:
+            if tracked.whole is not None and tracked.param.grad is tracked.whole:
+                tracked.put_average(tracked.whole)
 
     def full_grad(self, tracked: TrackedParameter) -> torch.Tensor:
         grad = tracked.param.grad

@@ -16,7 +16,7 @@ from .errors import ScheduleError
 from .kernel_step import make_stepper
 from .layout import Bucket
 from .shard import OwnedSegment, ShardStepper
-from .streams import Event, Stream, Streams
+from .streams import Event, InlineStream, Stream, Streams
 
 __all__ = ["BucketRuntime", "FlatPool", "Phase", "accumulate_dtype"]
 
@@ -67,6 +67,7 @@ class BucketRuntime:
     param_flat: [padded_numel], the parameters' own storage.
     pool: flat gradient buffers in the dtype of the wire.
     owned: this rank's segments, in the order of offsets.
+    late_reduced: true when gradients that came after their bucket's reduction have been reduced too.
     step_dtype: dtype that the shard is stepped in; wider than the parameters' means a master copy of the shard.
     """
 
@@ -80,7 +81,9 @@ class BucketRuntime:
         wire_dtype: torch.dtype,
         communicator: Communicator,
         streams: Streams,
+        late_reduced: Event,
     ) -> None:
+        self._late_reduced = late_reduced
         self.layout, self.owned = layout, owned
         self._communicator, self._streams, self._pool = communicator, streams, pool
         self._phase = Phase.READY
@@ -94,6 +97,7 @@ class BucketRuntime:
         self.param_shard = param_flat[rank * shard_numel : (rank + 1) * shard_numel]
         self.master_shard = self.param_shard if step_dtype == layout.dtype else self.param_shard.to(step_dtype)
         accumulate = accumulate_dtype(layout.dtype)
+        self._wire_dtype = wire_dtype
         self.reduced_region = torch.zeros(region_numel, dtype=accumulate, device=device)
         self.grad_shard = self.reduced_region[:shard_numel]
         self._flags = self.reduced_region[shard_numel:]
@@ -118,6 +122,7 @@ class BucketRuntime:
             ],
             len(layout.slots),
         )
+        self._padding = _uncovered(self._table, self.wire_numel(layout, size), device)
         self.grads_packed = streams.new_event()  # pack -> reduce-scatter
         self.grads_reduced = streams.new_event()  # reduce-scatter -> shard step
         self.shard_stepped = streams.new_event()  # shard step -> all-gather, next reduce-scatter
@@ -146,11 +151,11 @@ class BucketRuntime:
         numel = layout.region_numel * layout.num_shards
         return -(-numel // world_size) * world_size
 
-    def start_reduction(self, grads: Sequence[torch.Tensor | None], retained: Sequence[bool] | None, step: int) -> None:
+    def start_reduction(self, grads: Sequence[torch.Tensor | None], add: bool, step: int) -> None:
         """Packs one gradient a slot (None: missing, counts as zero and unused) and reduces the bucket.
 
         Gradients are indexed as parameters lie in memory, row-major. They are kept alive until they are packed.
-        `retained` says for which slots the result is added to what an earlier round left; None: for none.
+        With `add` the result is added to what an earlier round left.
         """
         self._move(Phase.REDUCED)
         streams, communication = self._streams, self._streams.communication
@@ -161,25 +166,44 @@ class BucketRuntime:
         held = list(grads)
 
         def pack() -> None:
-            dear_kernels.pack_(grad_flat, held, self._table, scale=self._pack_scale)
+            self._pack(grad_flat, held)
             held.clear()
 
         streams.pack.run(f"pack[{self.index}]", pack)
         streams.pack.record(self.grads_packed)
         communication.wait(self.grads_packed)
         communication.wait(self.shard_stepped)
-        output = self.reduced_region if retained is None else torch.empty_like(self.reduced_region)
+        output = torch.empty_like(self.reduced_region) if add else self.reduced_region
+        self._start_collective(output, grad_flat, communication, step)
+        communication.record(flat_read)
+        if add:
+            communication.run(f"add[{self.index}]", lambda: self._add(output))
+        communication.record(self.grads_reduced)
+
+    def reduce_late(self, grads: Sequence[torch.Tensor | None] | None, step: int) -> None:
+        """Adds the average of further gradients (None: this rank has none). At once: for the communication stream."""
+        numel = self.wire_numel(self.layout, self._communicator.size)
+        grad_flat = torch.zeros(numel, dtype=self._wire_dtype, device=self.param_flat.device)
+        self._pack(grad_flat, grads or [None] * len(self.layout.slots))
+        output = torch.empty_like(self.reduced_region)
+        self._start_collective(output, grad_flat, InlineStream(), step)
+        self._add(output)
+
+    def _pack(self, grad_flat: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
+        dear_kernels.pack_(grad_flat, grads, self._table, scale=self._pack_scale)
+        if self._padding is not None:  # buckets of other sizes have used the buffer
+            grad_flat.index_fill_(0, self._padding, 0)
+
+    def _start_collective(self, output: torch.Tensor, grad_flat: torch.Tensor, stream: Stream, step: int) -> None:
         if self.is_sharded:
             label = self._label("reduce_scatter", step)
-            self._communicator.start_reduce_scatter(output, grad_flat, self._divisor, communication, label)
+            self._communicator.start_reduce_scatter(output, grad_flat, self._divisor, stream, label)
         else:
             label = self._label("all_reduce", step)
-            self._communicator.start_all_reduce(output, grad_flat, self._divisor, communication, label)
-        communication.record(flat_read)
-        if retained is not None:
-            keep = [retained[segment.slot] for segment in self.layout.segments() if segment.shard == self.shard_index]
-            communication.run(f"add[{self.index}]", lambda: self._add_round(output, keep))
-        communication.record(self.grads_reduced)
+            self._communicator.start_all_reduce(output, grad_flat, self._divisor, stream, label)
+
+    def _add(self, new: torch.Tensor) -> None:
+        self.reduced_region.add_(new)
 
     def start_step(self, hyper: Sequence[dict[str, Any]]) -> None:
         """Steps this rank's shard with the options of each parameter group."""
@@ -190,6 +214,7 @@ class BucketRuntime:
         """Runs `work`, which may read and change the reduced shard, after the reduction and before what follows it."""
         stream: Stream = self._streams.step
         stream.wait(self.grads_reduced)
+        stream.wait(self._late_reduced)
         stream.run(name, work)
         stream.record(self.shard_stepped)
 
@@ -225,21 +250,17 @@ class BucketRuntime:
         changed = self.master_shard.to(self.param_shard.dtype) != self.param_shard
         torch.where(changed, self.param_shard.to(self.master_shard.dtype), self.master_shard, out=self.master_shard)
 
-    def _add_round(self, new: torch.Tensor, keep: Sequence[bool]) -> None:
-        for segment, kept in zip(self.owned, keep, strict=True):
-            if not kept:
-                self._clear(segment)
-        self.reduced_region.add_(new)
+    def start_clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
+        """Forgets averaged gradients: of `dropped` parameters as if unused, of `zeroed` ones as if they were zeros."""
 
-    def drop(self, params: Collection[int]) -> None:
-        """Clears the averaged gradients of `params` and their flags. To be run by `on_reduced`."""
-        for segment in self.owned:
-            if segment.param in params:
-                self._clear(segment)
+        def clear() -> None:
+            for segment in self.owned:
+                if segment.param in dropped:
+                    self._flags[segment.flag] = 0
+                if segment.param in dropped or segment.param in zeroed:
+                    self.grad_shard[segment.offset : segment.offset + segment.numel].zero_()
 
-    def _clear(self, segment: OwnedSegment) -> None:
-        self.grad_shard[segment.offset : segment.offset + segment.numel].zero_()
-        self._flags[segment.flag] = 0
+        self.on_reduced(f"clear[{self.index}]", clear)
 
     def _label(self, what: str, step: int) -> str:
         return f"{what}[{self.index}] ({self.layout.first_names()}) in step {step}"
@@ -252,6 +273,16 @@ class BucketRuntime:
                 "Was step() called before backward() finished?"
             )
         self._phase = to
+
+
+def _uncovered(table: dear_kernels.SegmentTable, numel: int, device: torch.device) -> torch.Tensor | None:
+    """Elements of a flat gradient buffer that no segment and no flag covers."""
+    free = torch.ones(numel, dtype=torch.bool)
+    for segment in table.segments:
+        free[segment.offset : segment.offset + segment.numel] = False
+        free[segment.flag] = False
+    padding = free.nonzero().view(-1)
+    return padding.to(device) if padding.numel() else None
 
 
 def _discard(_: object) -> None:

@@ -77,6 +77,7 @@ class GlooCommunicator:
             with _Staged(self, flat, copy_back=False) as host_flat:
                 host_output = output if not output.is_cuda else torch.empty(output.shape, dtype=output.dtype)
                 exchange(host_output, host_flat, tag)
+                self._count(host_flat)
                 if divisor != 1:
                     host_output.div_(divisor)
                 if host_output is not output:
@@ -88,6 +89,7 @@ class GlooCommunicator:
         def work(tag: int) -> None:
             with _Staged(self, flat, copy_back=True) as host_flat:
                 self._ring_gather(host_flat, tag)
+                self._count(host_flat)
 
         self._start(work, stream, label)
 
@@ -103,18 +105,23 @@ class GlooCommunicator:
                 exchange(average, host_flat, tag)
                 shard.copy_(average.div_(divisor) if divisor != 1 else average)
                 self._ring_gather(host_flat, tag)
+                self._count(host_flat)
+                self._count(host_flat)
                 output.copy_(host_flat[: output.numel()])
 
         self._start(work, stream, label)
 
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         def work(tag: int) -> None:
+            if op == "max":
+                self._disseminate_max(tensor, tag)
+                return
             flat = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
             flat[self.rank].copy_(tensor)
             self._ring_gather(flat.view(-1), tag)
             total = flat[0]
             for other in flat[1:]:
-                total = torch.maximum(total, other) if op == "max" else total.add_(other)
+                total.add_(other)
             tensor.copy_(total)
 
         self._start(work, stream, label)
@@ -150,11 +157,11 @@ class GlooCommunicator:
 
     def _start(self, work: Callable[[int], None], stream: Stream, label: str) -> None:
         name = zlib.crc32(label.partition(" in step ")[0].encode()) % (1 << _NAME_BITS)
-        tag = (self._sequence % (1 << _SEQUENCE_BITS)) << _NAME_BITS | name
-        self._sequence += 1
 
         def checked() -> None:
             self.doing = label
+            tag = (self._sequence % (1 << _SEQUENCE_BITS)) << _NAME_BITS | name
+            self._sequence += 1  # counted when it runs: a collective may start others of its own
             try:
                 work(tag)
             except RuntimeError as error:
@@ -165,6 +172,10 @@ class GlooCommunicator:
             self.doing = ""
 
         stream.run(label, checked)
+
+    def _count(self, flat: torch.Tensor) -> None:
+        """One half of an all-reduce of `flat` has been sent."""
+        self.bytes_sent += (self.size - 1) * (flat.numel() // self.size) * flat.itemsize
 
     def _ring_reduce(self, output: torch.Tensor, flat: torch.Tensor, tag: int) -> None:
         """Step s: pass on what was summed of shard rank-s-1, receive and add to shard rank-s-2."""
@@ -194,7 +205,6 @@ class GlooCommunicator:
             receives = next_receives
         for send in sends:
             send.wait()
-        self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
 
     def _ring_gather(self, flat: torch.Tensor, tag: int) -> None:
         """Step s: pass on shard rank-s, receive shard rank-s-1, straight into its place."""
@@ -214,7 +224,17 @@ class GlooCommunicator:
                     sends.append(group.send([got[piece]], right, tag))
         for send in sends:
             send.wait()
-        self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
+
+    def _disseminate_max(self, tensor: torch.Tensor, tag: int) -> None:
+        """In round k each rank hears from the one 2^k before it: all have heard of all after log2(size) rounds."""
+        heard, distance = torch.empty_like(tensor), 1
+        while distance < self.size:
+            receive = self._group.recv([heard], (self.rank - distance) % self.size, tag)
+            send = self._group.send([tensor], (self.rank + distance) % self.size, tag)
+            receive.wait()
+            send.wait()
+            torch.maximum(tensor, heard, out=tensor)
+            distance *= 2
 
     def _exchange(self, output: torch.Tensor, flat: torch.Tensor, tag: int) -> None:
         """Everyone's shard `rank` comes here and is added in rank order, in the dtype of `output`."""
@@ -236,7 +256,6 @@ class GlooCommunicator:
                     output[piece].add_(part[piece])
         for send in sends:
             send.wait()
-        self.bytes_sent += (size - 1) * shards.shape[1] * flat.itemsize
 
     def _pieces(self, shards: torch.Tensor) -> Any:
         """Slices of one shard."""

@@ -106,13 +106,13 @@ class TorchStepper:
     def step(self, used: torch.Tensor, hyper: Sequence[dict[str, Any]]) -> None:
         if not self._runs:
             return
+        if self._inner is None:
+            self._build(hyper)
         flags = used.tolist()
         if not all(flags):
             self._split_mixed([flag > 0 for flag in flags])
         for run in self._runs:
             run.param.grad = run.grad if flags[run.members[0]] else None
-        if self._inner is None:
-            self._build(hyper)
         assert self._inner is not None
         for group in self._inner.param_groups:
             group.update(hyper[group["dear_group"]])
@@ -122,19 +122,17 @@ class TorchStepper:
 
     def export_state(self) -> list[SegmentState]:
         states: list[SegmentState] = [{} for _ in self._segments]
-        if self._inner is not None:
-            for run in self._runs:
-                run_start = self._segments[run.members[0]].offset
-                for member in run.members:
-                    segment = self._segments[member]
-                    states[member] = _sliced(
-                        self._inner.state.get(run.param, {}),
-                        run.param,
-                        segment.offset - run_start,
-                        segment.numel,
-                        copy=True,
-                    )
+        for run, state in zip(self._runs, self._run_states(), strict=True):
+            run_start = self._segments[run.members[0]].offset
+            for member in run.members:
+                segment = self._segments[member]
+                states[member] = _sliced(state, run.param, segment.offset - run_start, segment.numel, copy=True)
         return states
+
+    def _run_states(self) -> list[SegmentState]:
+        if self._inner is not None:
+            return [self._inner.state.get(run.param, {}) for run in self._runs]
+        return self._loaded or [{} for _ in self._runs]
 
     def load_state(self, states: Sequence[SegmentState]) -> None:
         self._inner = None

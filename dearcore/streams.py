@@ -120,7 +120,7 @@ class CpuStream:
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
         flag = event._current()
-        if flag is not _ALREADY_TRUE:
+        if not flag.is_set() or flag.error is not None:
             self._queue.put(lambda: self._wait(flag))
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -1,0 +1,307 @@
+"""The gloo communicator against naive sums, on 2 to 4 ranks.
+
+Cannot see: speed (bench), links that are slow or break (faults).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dearcore.errors import CommunicatorError
+from dearcore.gloo import GlooCommunicator
+from dearcore.streams import CpuEvent, CpuStream, InlineStream, Stream
+from dearcore.trace import Trace
+from tests.support.ranks import Outcome, RankPool, rank, world_size
+from tests.support.reference import assert_bit_equal
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NUMELS = (0, 1, 3, 7, 64, 1000, 4099)
+PIECES = (0, 64, 24)  # bytes: the default, a few, odd ones
+
+
+def connect(
+    deterministic: bool = False, piece_bytes: int = 0, timeout_s: float = 20, name: str = ""
+) -> GlooCommunicator:
+    """A communicator over the store that `ddp=True` has set up."""
+    store = dist.PrefixStore(f"gloo-test/{name}", dist.distributed_c10d._get_default_store())
+    return GlooCommunicator(store, rank(), world_size(), timedelta(seconds=timeout_s), deterministic, piece_bytes)
+
+
+def inputs(numel: int, dtype: torch.dtype, exact: bool) -> list[Tensor]:
+    """Every rank's [size * numel]; integers whose sums are exact in any order, or reals."""
+    generator = torch.Generator().manual_seed(numel)
+    shape = (world_size() * numel,)
+    if exact:
+        return [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(world_size())]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(world_size())]
+
+
+def shard(flat: Tensor, numel: int) -> Tensor:
+    return flat[rank() * numel : (rank() + 1) * numel]
+
+
+def sum_in_rank_order(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    total = tensors[0].to(dtype)
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def check_reduce_scatter(deterministic: bool, exact: bool) -> int:
+    num_checked = 0
+    for piece_bytes in PIECES:
+        communicator = connect(deterministic, piece_bytes, name=f"{piece_bytes}")
+        for dtype in DTYPES:
+            for output_dtype in {dtype, torch.float64 if dtype == torch.float64 else torch.float32}:
+                for numel in NUMELS:
+                    everyone = inputs(numel, dtype, exact)
+                    output = torch.full((numel,), float("nan"), dtype=output_dtype)
+                    flat = everyone[rank()].clone()
+                    communicator.start_reduce_scatter(output, flat, world_size(), InlineStream(), "reduce_scatter[0]")
+                    parts = [shard(tensor, numel) for tensor in everyone]
+                    what = f"{dtype} to {output_dtype}, {numel} elements, pieces of {piece_bytes} bytes"
+                    if exact or deterministic:
+                        expected = sum_in_rank_order(parts, output_dtype) / world_size()
+                        assert_bit_equal(output, expected, names=(what, "the naive sum"))
+                    else:
+                        expected = sum_in_rank_order([p.double() for p in parts], torch.float64) / world_size()
+                        eps = torch.finfo(dtype).eps * world_size()
+                        torch.testing.assert_close(output.double(), expected, rtol=eps, atol=4 * eps, msg=what)
+                    num_checked += 1
+        communicator.close()
+    return num_checked
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("deterministic", "exact"), [(False, True), (False, False), (True, False)])
+def test_reduce_scatter(pool: RankPool, size: int, deterministic: bool, exact: bool) -> None:
+    checked = pool.run(check_reduce_scatter, deterministic, exact, size=size, init=False, ddp=True)
+    assert checked == [len(PIECES) * len(NUMELS) * 6] * size
+
+
+def check_all_gather() -> int:
+    num_checked = 0
+    for piece_bytes in PIECES:
+        communicator = connect(piece_bytes=piece_bytes, name=f"{piece_bytes}")
+        for dtype in DTYPES:
+            for numel in NUMELS:
+                everyone = inputs(numel, dtype, exact=False)
+                expected = torch.cat([t[r * numel : (r + 1) * numel] for r, t in enumerate(everyone)])
+                flat = torch.full_like(expected, float("nan"))
+                shard(flat, numel).copy_(shard(everyone[rank()], numel))
+                communicator.start_all_gather(flat, InlineStream(), "all_gather[0]")
+                assert_bit_equal(flat, expected)
+                num_checked += 1
+        communicator.close()
+    return num_checked
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_gather(pool: RankPool, size: int) -> None:
+    assert pool.run(check_all_gather, size=size, init=False, ddp=True) == [len(PIECES) * len(NUMELS) * 4] * size
+
+
+def all_reduced(deterministic: bool, numel: int, dtype: torch.dtype, wide: bool) -> tuple[Tensor, Tensor]:
+    communicator = connect(deterministic, piece_bytes=64)
+    per_rank = -(-numel // world_size())
+    everyone = inputs(per_rank, dtype, exact=True)
+    output = torch.full((numel,), float("nan"), dtype=torch.float32 if wide else dtype)
+    communicator.start_all_reduce(output, everyone[rank()].clone(), world_size(), InlineStream(), "all_reduce[0]")
+    communicator.close()
+    mean = sum_in_rank_order(everyone, output.dtype) / world_size()
+    return output, mean.to(dtype).to(output.dtype)[:numel]  # across the wire in the dtype of the input
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.float64, False), (torch.bfloat16, True)])
+def test_all_reduce(pool: RankPool, size: int, deterministic: bool, dtype: torch.dtype, wide: bool) -> None:
+    results = pool.run(all_reduced, deterministic, 101, dtype, wide, size=size, init=False, ddp=True)
+    for got, expected in results:
+        assert_bit_equal(got, expected)
+    assert_bit_equal([got for got, _ in results], [results[0][0]] * size)
+
+
+def other_collectives() -> dict[str, Any]:
+    communicator, stream = connect(), InlineStream()
+    total = torch.tensor([1.0 + rank(), 1e8 if rank() == 0 else 1.0])
+    communicator.start_combine(total, "sum", stream, "sum")
+    largest = torch.tensor([rank(), -rank()])
+    communicator.start_combine(largest, "max", stream, "max")
+    broadcasts = []
+    for root in range(world_size()):
+        for value in (torch.arange(5.0) * (rank() + 1), torch.tensor(rank() + 1), torch.ones(0), torch.ones(2, 2) == 1):
+            communicator.start_broadcast(value, root, stream, "broadcast")
+            broadcasts.append(value)
+    objects: list[Any] = []
+    communicator.start_gather_objects({"rank": rank(), "text": "x" * rank() * 1000}, objects, stream, "agreement")
+    nothing: list[Any] = []
+    communicator.start_gather_objects(None, nothing, stream, "agreement")
+    communicator.close()
+    return {"total": total, "largest": largest, "broadcasts": broadcasts, "objects": objects, "nothing": nothing}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_collectives(pool: RankPool, size: int) -> None:
+    results = pool.run(other_collectives, size=size, init=False, ddp=True)
+    for result in results:
+        assert_bit_equal(result["total"], torch.tensor([sum(range(1, size + 1)), 1e8]).float())
+        assert result["largest"].tolist() == [size - 1, 0]
+        assert [o["rank"] for o in result["objects"]] == list(range(size))
+        assert [len(o["text"]) for o in result["objects"]] == [1000 * r for r in range(size)]
+        assert result["nothing"] == [None] * size
+        for root in range(size):
+            vector, number, empty, flags = result["broadcasts"][4 * root : 4 * root + 4]
+            assert vector.tolist() == [v * (root + 1) for v in range(5)]
+            assert number.item() == root + 1
+            assert empty.numel() == 0
+            assert flags.all()
+
+
+def determinism(piece_bytes: int, split: bool) -> list[Tensor]:
+    """The same sums in one collective or in three."""
+    communicator = connect(deterministic=True, piece_bytes=piece_bytes)
+    numel, reduced = 999, []
+    everyone = inputs(numel, torch.float32, exact=False)
+    mine = everyone[rank()].view(world_size(), numel)
+    for cut in [slice(0, 999)] if not split else [slice(0, 10), slice(10, 500), slice(500, 999)]:
+        output = torch.empty(cut.stop - cut.start)
+        flat = mine[:, cut].contiguous().view(-1)
+        communicator.start_reduce_scatter(output, flat, world_size(), InlineStream(), "reduce_scatter[0]")
+        reduced.append(output)
+    communicator.close()
+    return [torch.cat(reduced)]
+
+
+def test_deterministic_sums_do_not_depend_on_how_buckets_are_cut(pool: RankPool) -> None:
+    ways = [
+        pool.run(determinism, piece_bytes, split, size=3, init=False, ddp=True)
+        for piece_bytes, split in ((0, False), (64, False), (0, True))
+    ]
+    assert_bit_equal(ways[1], ways[0])
+    assert_bit_equal(ways[2], ways[0])
+
+
+def bytes_of_both_halves(deterministic: bool, numel: int, dtype: torch.dtype) -> list[int]:
+    communicator, sent = connect(deterministic, piece_bytes=64), []
+    flat, output = torch.ones(world_size() * numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    communicator.start_reduce_scatter(output, flat, world_size(), InlineStream(), "reduce_scatter[0]")
+    sent.append(communicator.bytes_sent)
+    communicator.start_all_gather(flat, InlineStream(), "all_gather[0]")
+    sent.append(communicator.bytes_sent)
+    communicator.close()
+    return sent
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("size", "numel", "dtype"), [(2, 7, torch.float32), (4, 33, torch.bfloat16)])
+def test_bytes_sent(pool: RankPool, deterministic: bool, size: int, numel: int, dtype: torch.dtype) -> None:
+    half = (size - 1) * numel * dtype.itemsize  # (P - 1)/P of the buffer
+    sent = pool.run(bytes_of_both_halves, deterministic, numel, dtype, size=size, init=False, ddp=True)
+    assert sent == [[half, 2 * half]] * size
+
+
+def back_to_back(num_collectives: int) -> Tensor:
+    """Many collectives enqueued at once on a stream, ranks running apart."""
+    communicator, stream = connect(piece_bytes=64), CpuStream("communication", Trace())
+    outputs = [torch.empty(50) for _ in range(num_collectives)]
+    for number, output in enumerate(outputs):
+        if number % 7 == rank():
+            stream.run("dawdle", lambda: time.sleep(0.002))
+        flat = torch.full((50 * world_size(),), float(number * (rank() + 1)))
+        communicator.start_reduce_scatter(output, flat, 1, stream, f"reduce_scatter[{number}] in step {number}")
+        communicator.start_all_gather(flat, stream, f"all_gather[{number}] in step {number}")
+    done = CpuEvent()
+    stream.record(done)
+    done.wait_host()
+    stream.close()
+    communicator.close()
+    return torch.stack([output[0] for output in outputs])
+
+
+def test_collectives_in_a_row_do_not_mix(pool: RankPool) -> None:
+    expected = torch.arange(60) * 6.0  # 1 + 2 + 3
+    assert_bit_equal(pool.run(back_to_back, 60, size=3, init=False, ddp=True), [expected] * 3)
+
+
+# What differs between ranks must not mix
+
+
+def mismatched(what: str) -> str:
+    """Rank 0 and rank 1 start different collectives of the same size. Returns the error's text."""
+    communicator, stream = connect(timeout_s=1.5), InlineStream()
+    flat, output = torch.full((8,), float(rank() + 1)), torch.full((4,), float("nan"))
+    first = rank() == 0
+
+    def reduce(bucket: int, step: int = 0, into: Stream = stream) -> None:
+        communicator.start_reduce_scatter(output, flat, 2, into, f"reduce_scatter[{bucket}] (a) in step {step}")
+
+    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "two buckets": (lambda: reduce(0), lambda: reduce(1)),
+        "two kinds": (
+            lambda: reduce(0),
+            lambda: communicator.start_all_gather(flat, stream, "all_gather[0] (a) in step 0"),
+        ),
+        "one rank is ahead": (lambda: (reduce(0), reduce(0, 1))[0], lambda: reduce(0)),
+        "one rank stays away": (lambda: reduce(0), lambda: time.sleep(2.5)),
+    }
+    start_s = time.monotonic()
+    try:
+        ways[what][0 if first else 1]()
+        text = ""
+    except CommunicatorError as error:
+        text = str(error)
+        assert communicator.failed
+    assert time.monotonic() - start_s < 10
+    communicator.close()
+    return text
+
+
+@pytest.mark.parametrize("what", ["two buckets", "two kinds"])
+def test_different_collectives_time_out_on_both_ranks(pool: RankPool, what: str) -> None:
+    texts = pool.run(mismatched, what, size=2, init=False, ddp=True)
+    assert "rank 0 of 2: reduce_scatter[0] (a) in step 0 failed" in texts[0]
+    assert "rank 1 of 2" in texts[1]
+
+
+@pytest.mark.parametrize(("what", "step"), [("one rank is ahead", 1), ("one rank stays away", 0)])
+def test_a_rank_without_a_partner_times_out(pool: RankPool, what: str, step: int) -> None:
+    texts = pool.run(mismatched, what, size=2, init=False, ddp=True)
+    assert f"rank 0 of 2: reduce_scatter[0] (a) in step {step} failed" in texts[0]
+    assert texts[1] == ""
+
+
+def different_sizes() -> str:
+    communicator = connect(timeout_s=1.5)
+    numel = 8 if rank() == 0 else 12
+    output = torch.full((numel // 2,), float("nan"))
+    communicator.start_reduce_scatter(output, torch.ones(numel), 2, InlineStream(), "reduce_scatter[0] in step 0")
+    communicator.close()
+    return f"no error, {output.tolist()}"
+
+
+def test_buffers_of_different_sizes_are_an_error(pool: RankPool) -> None:
+    results = pool.run(different_sizes, size=2, init=False, ddp=True, expect_errors=True)
+    assert any(isinstance(result, Outcome) and result.is_a("CommunicatorError") for result in results), results
+
+
+def cannot_connect() -> str:
+    try:
+        if rank() == 0:
+            connect(timeout_s=1.0)
+    except CommunicatorError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_never_comes_is_an_error_at_connection(pool: RankPool) -> None:
+    texts = pool.run(cannot_connect, size=2, init=False, ddp=True)
+    assert "rank 0 of 2: gloo could not connect" in texts[0]

@@ -1,0 +1,408 @@
+"""One user's training loop (a *script*), run in three ways: plain PyTorch, DistributedDataParallel, and dear.
+
+    def script(trainer):                        # module level: ranks import it by name
+        for k in range(trainer.num_batches):
+            trainer.zero_grad()
+            trainer.backward(k)
+            trainer.step()
+
+    case = Case(OddMLP(), optimizer_of(torch.optim.SGD, lr=0.1), script)
+    check_parity(pool, case, size=2)
+
+A script sees the same `Trainer` methods in each; what it `note`s (norms, learning rates) is compared as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import dear
+from tests.support.ranks import RankPool, rank
+from tests.support.reference import (
+    TOLERANCES,
+    Batches,
+    IntegerModel,
+    LossFn,
+    MakeOptimizer,
+    Tolerance,
+    assert_bit_equal,
+    assert_close,
+    assert_same_on_all_ranks,
+    integer_batches,
+    make_batches,
+    mean_in_rank_order,
+    mse_loss,
+    weighted_sum_loss,
+)
+
+NUM_STEPS = 20
+
+
+class Trainer(Protocol):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer  # the one that the script would hold: wrapped, under dear
+    original: torch.optim.Optimizer  # torch's own
+    num_batches: int
+
+    prepared: Any  # what `Case.prepare` returned
+
+    def backward(self, index: int, scale: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Forward and backward on this rank's batch `index`, of `scale(loss)` where given."""
+
+    def step(self) -> None: ...
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None: ...
+
+    def step_scaled(self, scaler: torch.amp.GradScaler) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True, of_model: bool = False) -> None:
+        """The optimizer's, or the model's."""
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def clip_norm(self, max_norm: float, norm_type: float = 2.0) -> None:
+        """Clips and notes the norm."""
+
+    def clip_value(self, value: float) -> None: ...
+
+    def note_grads(self) -> None:
+        """Notes every parameter's averaged gradient, zeros where there is none."""
+
+    def note(self, value: Any) -> None: ...
+
+
+Script = Callable[[Trainer], None]
+
+
+def plain_steps(trainer: Trainer) -> None:
+    """The loop of every tutorial, one batch a step."""
+    for index in range(trainer.num_batches):
+        trainer.zero_grad()
+        trainer.backward(index)
+        trainer.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`options` are DistributedOptimizer's. `prepare(model, optimizer)` runs before wrapping.
+
+    `optimizer_state` is loaded before the script starts, by the wrapper, or by torch's optimizer before wrapping.
+    """
+
+    model: nn.Module
+    make_optimizer: MakeOptimizer
+    script: Script = plain_steps
+    options: dict[str, Any] = field(default_factory=dict)
+    num_steps: int = NUM_STEPS
+    batches: Batches | None = None
+    loss_fn: LossFn = mse_loss
+    prepare: Callable[[nn.Module, torch.optim.Optimizer], Any] | None = None
+    optimizer_state: dict[str, Any] | None = None
+    load_before_wrapping: bool = False
+    deterministic: bool = False
+    compare_optimizer_state: bool = True
+
+    def resolved(self, size: int) -> Case:
+        """With batches for `size` ranks, and the loss that belongs to the model."""
+        integer = isinstance(self.model, IntegerModel)
+        batches = self.batches
+        if batches is None:
+            make = integer_batches if integer else make_batches
+            batches = make(self.model, size, self.num_steps)
+        return replace(self, batches=batches, loss_fn=weighted_sum_loss if integer else self.loss_fn)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a script came to on one rank; tensors are copies. Losses and buffers differ from rank to rank."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    losses: list[Tensor]
+    notes: list[Any]
+    optimizer_state: dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------------- comparing
+
+
+def check_parity(
+    pool: RankPool,
+    case: Case,
+    size: int = 2,
+    tolerance: Tolerance = TOLERANCES["exact"],
+    ddp: bool = False,
+    run_dear: Callable[..., Result] | None = None,
+) -> list[Result]:
+    """Runs the case under dear on `size` ranks; every rank must come to what plain PyTorch (or DDP) comes to.
+
+    Parameters are bit-identical on all ranks, whatever the tolerance. Returns dear's results by rank.
+    """
+    __tracebackhide__ = True
+    case = case.resolved(size)
+    run = run_dear or run_under_dear
+    got: list[Result] = pool.run(run, case, size=size, deterministic=case.deterministic, group_timeout_s=15)
+    if ddp:
+        expected: list[Result] = pool.run(run_under_ddp, case, size=size, init=False, ddp=True)
+    else:
+        expected = run_plainly(case)
+    assert_same_on_all_ranks([(r.parameters, r.notes, r.optimizer_state) for r in got])
+    for r in range(size):
+        compare(got[r], expected[r], case, tolerance, f"rank {r} of {size}")
+    return got
+
+
+def compare(got: Result, expected: Result, case: Case, tolerance: Tolerance, name: str) -> None:
+    __tracebackhide__ = True
+    if not case.compare_optimizer_state:
+        got, expected = replace(got, optimizer_state={}), replace(expected, optimizer_state={})
+    names = (name, "plain PyTorch")
+    if tolerance == TOLERANCES["exact"]:
+        assert_bit_equal(got, expected, names)
+    else:
+        assert_close(got, expected, tolerance, names)
+
+
+# ---------------------------------------------------------------------------------------------------- the three ways
+
+
+def run_plainly(case: Case) -> list[Result]:
+    """In this process, one result a rank. The case has its batches."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trainer = PlainTrainer(case)
+        case.script(trainer)
+        return trainer.results()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_under_ddp(case: Case) -> Result:
+    trainer = DdpTrainer(case)
+    case.script(trainer)
+    return trainer.result()
+
+
+def run_under_dear(case: Case) -> Result:
+    trainer = DearTrainer(case)
+    case.script(trainer)
+    return trainer.result()
+
+
+class _OneRank:
+    """What a rank under DDP and one under dear have in common."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, case: Case) -> None:
+        assert case.batches is not None
+        self.model = copy.deepcopy(case.model)
+        self.original = case.make_optimizer(self.model)
+        self.prepared = case.prepare(self.model, self.original) if case.prepare is not None else None
+        self.batches = case.batches[rank() % len(case.batches)]
+        self.num_batches = len(self.batches)
+        self.loss_fn = case.loss_fn
+        self.losses: list[Tensor] = []
+        self.notes: list[Any] = []
+        self.forward: nn.Module = self.model
+
+    def backward(self, index: int, scale: Callable[[Tensor], Tensor] | None = None) -> None:
+        loss = self.loss_fn(self.forward, self.batches[index])
+        (loss if scale is None else scale(loss)).backward()
+        self.losses.append(loss.detach().clone())
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        scaler.unscale_(self.optimizer)
+
+    def step_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        scaler.step(self.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True, of_model: bool = False) -> None:
+        (self.model if of_model else self.optimizer).zero_grad(set_to_none)
+
+    def note(self, value: Any) -> None:
+        self.notes.append(copy.deepcopy(value))
+
+    def _result(self, optimizer: torch.optim.Optimizer) -> Result:
+        return _result(self.model, optimizer, self.losses, self.notes)
+
+
+class DearTrainer(_OneRank):
+    optimizer: dear.DistributedOptimizer
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        state = copy.deepcopy(case.optimizer_state)
+        if state is not None and case.load_before_wrapping:
+            self.original.load_state_dict(state)
+        self.optimizer = dear.DistributedOptimizer(self.original, self.model, **case.options)
+        if state is not None and not case.load_before_wrapping:
+            self.optimizer.load_state_dict(state)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.optimizer.no_sync()
+
+    def clip_norm(self, max_norm: float, norm_type: float = 2.0) -> None:
+        self.note(self.optimizer.clip_grad_norm_(max_norm, norm_type))
+
+    def clip_value(self, value: float) -> None:
+        self.optimizer.clip_grad_value_(value)
+
+    def note_grads(self) -> None:
+        self.note([self.optimizer.full_grad(p) for p in self.model.parameters() if p.requires_grad])
+
+    def result(self) -> Result:
+        return self._result(self.optimizer)
+
+
+class DdpTrainer(_OneRank):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.optimizer = self.original
+        self.ddp = nn.parallel.DistributedDataParallel(self.model, broadcast_buffers=False)
+        self.forward = self.ddp
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self.ddp.no_sync()
+        return context
+
+    def clip_norm(self, max_norm: float, norm_type: float = 2.0) -> None:
+        self.note(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type))
+
+    def clip_value(self, value: float) -> None:
+        nn.utils.clip_grad_value_(self.model.parameters(), value)
+
+    def note_grads(self) -> None:
+        self.note([_grad_or_zeros(p) for p in self.model.parameters() if p.requires_grad])
+
+    def result(self) -> Result:
+        return self._result(self.original)
+
+
+class PlainTrainer:
+    """All ranks in one process: a replica each, gradients that stay where autograd left them, one optimizer.
+
+    The averaged gradients exist between `backward` and the next one, in the first replica, as clipping would see them.
+    Buffers stay local.
+    """
+
+    def __init__(self, case: Case) -> None:
+        assert case.batches is not None
+        self.batches = case.batches
+        self.num_batches = len(case.batches[0])
+        self.loss_fn = case.loss_fn
+        self.replicas = [copy.deepcopy(case.model) for _ in case.batches]
+        self.model = self.replicas[0]
+        self.optimizer = self.original = case.make_optimizer(self.model)
+        self.prepared = case.prepare(self.model, self.original) if case.prepare is not None else None
+        if case.optimizer_state is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(case.optimizer_state))
+        self.losses: list[list[Tensor]] = [[] for _ in case.batches]
+        self.notes: list[Any] = []
+        self._local: list[Tensor | None] | None = None  # the first replica's own gradients while it holds the averages
+
+    def backward(self, index: int, scale: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._restore()
+        for replica, batches, losses in zip(self.replicas, self.batches, self.losses, strict=True):
+            loss = self.loss_fn(replica, batches[index])
+            (loss if scale is None else scale(loss)).backward()
+            losses.append(loss.detach().clone())
+
+    def step(self) -> None:
+        self._average()
+        self.optimizer.step()
+        self._copy_to_replicas()
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        self._average()
+        scaler.unscale_(self.optimizer)
+
+    def step_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        self._average()
+        scaler.step(self.optimizer)
+        self._copy_to_replicas()
+
+    def zero_grad(self, set_to_none: bool = True, of_model: bool = False) -> None:
+        self._restore()
+        for replica in self.replicas:
+            replica.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def clip_norm(self, max_norm: float, norm_type: float = 2.0) -> None:
+        self._average()
+        self.note(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type))
+
+    def clip_value(self, value: float) -> None:
+        self._average()
+        nn.utils.clip_grad_value_(self.model.parameters(), value)
+
+    def note_grads(self) -> None:
+        self._average()
+        self.note([_grad_or_zeros(p) for p in self.model.parameters() if p.requires_grad])
+
+    def note(self, value: Any) -> None:
+        self.notes.append(copy.deepcopy(value))
+
+    def results(self) -> list[Result]:
+        pairs = zip(self.replicas, self.losses, strict=True)
+        return [_result(replica, self.optimizer, losses, self.notes) for replica, losses in pairs]
+
+    def _copy_to_replicas(self) -> None:
+        with torch.no_grad():
+            for first, *others in zip(*(replica.parameters() for replica in self.replicas), strict=True):
+                for other in others:
+                    other.copy_(first)
+
+    def _average(self) -> None:
+        if self._local is None:
+            self._local = [p.grad for p in self.model.parameters()]
+            for same in zip(*(replica.parameters() for replica in self.replicas), strict=True):
+                same[0].grad = mean_in_rank_order([p.grad for p in same])
+
+    def _restore(self) -> None:
+        if self._local is not None:
+            for param, grad in zip(self.model.parameters(), self._local, strict=True):
+                param.grad = grad
+            self._local = None
+
+
+def _grad_or_zeros(param: nn.Parameter) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad.clone()
+
+
+def _result(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Tensor], notes: list[Any]) -> Result:
+    return Result(
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+        {name: b.detach().clone() for name, b in model.named_buffers()},
+        losses,
+        notes,
+        copy.deepcopy(optimizer.state_dict()),
+    )
+
+
+__all__ = [
+    "NUM_STEPS",
+    "Case",
+    "DearTrainer",
+    "Result",
+    "Trainer",
+    "check_parity",
+    "compare",
+    "plain_steps",
+    "run_plainly",
+    "run_under_dear",
+]
