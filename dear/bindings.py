@@ -51,7 +51,7 @@ class Bindings:
         with without_waiting():
             for tracked, (owner, name), address in zip(self._tracked, self._places, self._addresses, strict=True):
                 param = tracked.param
-                if owner.get(name) is not param:
+                if (owner[name] if name in owner else None) is not param:  # noqa: SIM401 (TorchScript's dicts)
                     raise ScheduleError(
                         f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or "
                         f"removed after "

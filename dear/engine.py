@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import nn, optim
 
 from dearcore.communicator import Communicator
-from dearcore.errors import ArgumentError, CommunicatorError
+from dearcore.errors import ArgumentError
 from dearcore.heartbeat import Activity, Peers
 from dearcore.layout import NearbyLayers, Plan
 from dearcore.rendezvous import World
@@ -24,6 +25,7 @@ from dearcore.trace import Trace
 from . import checkpoint
 from .agreement import check_agreement, describe
 from .bindings import Bindings
+from .doors import Doors
 from .gradients import local_gradient
 from .parameters import without_waiting
 from .planning import make_plan, make_schedule
@@ -73,6 +75,9 @@ class Engine:
         self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator)
         self._finalizer.atexit = False  # dear.shutdown sees to that
         self._handles: list[Any] = []
+        self._model = model
+        self._doors = Doors(model)
+        _hide_from_dynamo()
         try:
             self._start(model, this)
         except BaseException:
@@ -228,6 +233,7 @@ class Engine:
             self.tracked,
             self.communicator,
             self.streams,
+            self._doors,
             Numerics(options.reduce_dtype, options.master_dtype),
             self.log.waited,
             observing,
@@ -246,6 +252,8 @@ class Engine:
         if order is not None and order != planned:
             states = checkpoint.export_state(self.replica) if self.options.sharded else {}
             step = self.replica.step
+            self._doors.close()
+            self._doors = Doors(self._model)
             self.replica, self.update = self._build(order, observing=False)
             self.replica.step = step
             if states:
@@ -283,9 +291,10 @@ class Engine:
         self.closed = True
         for handle in self._handles:
             handle.remove()
+        self._doors.close()
         for tracked in self.tracked:
             _owners.pop(id(tracked.param), None)
-        with contextlib.suppress(CommunicatorError):  # the gates stay: whoever touches a parameter is told
+        with contextlib.suppress(Exception):  # of a stream that failed: the gates stay, so whoever touches is told
             self.replica.release()
         self.peers.forget()
         self._finalizer()
@@ -325,6 +334,14 @@ def _end(streams: Streams, communicator: Communicator) -> None:
     """Lets what was enqueued drain, with a deadline: peers may still need this rank's part."""
     streams.close()
     communicator.close()
+
+
+def _hide_from_dynamo() -> None:
+    """Compiled training loops call our hooks and `step`, but never trace into them."""
+    trace_rules = sys.modules.get("torch._dynamo.trace_rules")  # there whenever somebody may compile
+    if trace_rules is not None:
+        for package in ("dear", "dearcore", "dear_kernels"):
+            trace_rules.add(package)
 
 
 def _check_unclaimed(tracked: list[TrackedParameter]) -> None:

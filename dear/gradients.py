@@ -47,6 +47,9 @@ class InFlightGradient(torch.Tensor):
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Adds a gradient that autograd (or the user) gives on top."""
+        grad = local_gradient(grad)
+        if grad.shape != self.shape or grad.dtype != self.dtype:
+            grad = torch.zeros(self.shape, dtype=self.dtype, device=self.device).add_(grad)
         if self.local is None or self.local.numel() != self.local.untyped_storage().nbytes() // self.local.itemsize:
             self.local = grad.detach().clone() if self.local is None else self.local + grad
         else:
@@ -68,7 +71,7 @@ class InFlightGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _aten.add_.Tensor and isinstance(args[0], cls) and not isinstance(args[1], cls) and not kwargs:
+        if func is _aten.add_.Tensor and isinstance(args[0], cls) and _is_plain(args[1]) and not kwargs:
             args[0].accumulate(args[1])
             return args[0]
         if func is _aten.zero_.default:
@@ -85,13 +88,25 @@ class InFlightGradient(torch.Tensor):
             next(grad for grad in args[0] if isinstance(grad, cls))._unscale(args[1], args[2])
             return None
         grad = _first(args, cls)
-        raise ScheduleError(
-            f"the gradient of '{grad.fqn if grad is not None else '?'}' is being averaged over ranks and "
-            f"cannot be used "
-            f"by {func}. Call opt.clip_grad_norm_(max_norm) or opt.clip_grad_value_(value) instead of "
-            f"torch's functions, "
-            "opt.full_grad(param) to read the averaged gradient, and step through the DistributedOptimizer only."
-        )
+        raise _misuse(grad.fqn if grad is not None else "?", str(func))
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise _misuse(self.fqn, "code that reads its memory")
+
+    numpy = tolist = __reduce_ex__ = __array__ = _refuse
+
+
+def _misuse(fqn: str, who: str) -> ScheduleError:
+    return ScheduleError(
+        f"the gradient of '{fqn}' is being averaged over ranks and cannot be used by {who}. Call "
+        "opt.clip_grad_norm_(max_norm) or opt.clip_grad_value_(value) instead of torch's functions, "
+        "opt.full_grad(param) "
+        "to read the averaged gradient, and step through the DistributedOptimizer only."
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, InFlightGradient)
 
 
 def local_gradient(grad: torch.Tensor) -> torch.Tensor:

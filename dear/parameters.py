@@ -38,6 +38,7 @@ _METADATA_METHODS = (
 def _metadata_functions() -> frozenset[Any]:
     """What reads or writes metadata only, and so need not wait."""
     functions: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.is_signed}
+    functions.add(torch.Tensor.__len__)
     for name in _METADATA_PROPERTIES:
         descriptor = getattr(torch.Tensor, name, None)
         if descriptor is not None:
@@ -65,7 +66,7 @@ class PendingParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _METADATA:
+        if func in _METADATA and not torch.compiler.is_compiling():  # a compiler's touch always waits
             with without_waiting():
                 return func(*args, **(kwargs or {}))
         for kind in types:
@@ -103,6 +104,8 @@ class Gate:
         self._events = events
         self._on_wait = on_wait
         self._pending = False
+        self.compiler_touched = False  # compiled code reads the parameters
+        self.is_eager = False  # and no door stands before it: never armed, so step() waits
         classes: dict[type, type] = {}
         self._members: list[tuple[nn.Parameter, type, type]] = []
         for _, param in params:
@@ -112,9 +115,15 @@ class Gate:
                 classes[own] = type(f"Pending{own.__name__}", bases, {"dear_gate": self, "__slots__": ()})
             self._members.append((param, own, classes[own]))
 
+    def holds_any(self, param_ids: set[int]) -> bool:
+        return not param_ids.isdisjoint(self._names)
+
     def arm(self) -> None:
         """From now on whoever touches one of the parameters waits for the events."""
         self._pending = True
+        if self.is_eager:
+            self.wait()
+            return
         for param, _, pending in self._members:
             param.__class__ = pending
 
@@ -122,6 +131,8 @@ class Gate:
         """Makes the compute stream wait and gives the parameters their class back. Raises CommunicatorError."""
         if not self._pending:
             return
+        if torch.compiler.is_compiling():
+            self.compiler_touched = True
         start_s = time.perf_counter()
         for event in self._events:
             event.wait_compute()

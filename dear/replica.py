@@ -15,6 +15,7 @@ from dearcore.schedule import Op, OpKind, Schedule
 from dearcore.shard import OwnedSegment
 from dearcore.streams import Event, InlineStream, Streams
 
+from .doors import Doors
 from .gradients import local_gradient
 from .parameters import Gate, without_waiting
 from .scheduler import Scheduler
@@ -49,6 +50,7 @@ class Replica:
     tracked: Sequence[TrackedParameter]
     communicator: Communicator
     streams: Streams
+    doors: Doors
     numerics: Numerics
     on_wait: Callable[[tuple[int, ...], str, float], None]
     observing: bool = False
@@ -129,6 +131,7 @@ class Replica:
         passed.wait_host()
 
     def arm(self) -> None:
+        self.doors.refresh(self.gates)
         for gate in self.gates:
             gate.arm()
 

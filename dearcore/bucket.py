@@ -122,6 +122,7 @@ class BucketRuntime:
             ],
             len(layout.slots),
         )
+        self._late_flat: torch.Tensor | None = None
         self._padding = _uncovered(self._table, self.wire_numel(layout, size), device)
         self.grads_packed = streams.new_event()  # pack -> reduce-scatter
         self.grads_reduced = streams.new_event()  # reduce-scatter -> shard step
@@ -183,7 +184,9 @@ class BucketRuntime:
     def reduce_late(self, grads: Sequence[torch.Tensor | None] | None, step: int) -> None:
         """Adds the average of further gradients (None: this rank has none). At once: for the communication stream."""
         numel = self.wire_numel(self.layout, self._communicator.size)
-        grad_flat = torch.zeros(numel, dtype=self._wire_dtype, device=self.param_flat.device)
+        if self._late_flat is None:
+            self._late_flat = torch.zeros(numel, dtype=self._wire_dtype, device=self.param_flat.device)
+        grad_flat = self._late_flat
         self._pack(grad_flat, grads or [None] * len(self.layout.slots))
         output = torch.empty_like(self.reduced_region)
         self._start_collective(output, grad_flat, InlineStream(), step)

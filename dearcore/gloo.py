@@ -7,7 +7,8 @@ ranks k+1, k+2, ..., k and each adds its part (reduce-scatter), or keeps a copy 
 In deterministic mode the reduce-scatter is a direct exchange: everyone sends shard k to rank k, which adds them in
 rank order. The same bytes travel; the result depends neither on the plan nor on the schedule.
 
-Every message carries number and name of its collective in its tag, so that ranks that started different collectives
+Every message carries number, name and size of its collective in its tag, so that ranks that started different
+collectives
 wait for each other until the timeout instead of mixing sums. Messages of one collective between two ranks match in the
 order in which they were sent.
 """
@@ -83,7 +84,7 @@ class GlooCommunicator:
                 if host_output is not output:
                     output.copy_(host_output)
 
-        self._start(work, stream, label)
+        self._start(work, stream, label, flat)
 
     def start_all_gather(self, flat: torch.Tensor, stream: Stream, label: str) -> None:
         def work(tag: int) -> None:
@@ -91,7 +92,7 @@ class GlooCommunicator:
                 self._ring_gather(host_flat, tag)
                 self._count(host_flat)
 
-        self._start(work, stream, label)
+        self._start(work, stream, label, flat)
 
     def start_all_reduce(
         self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
@@ -109,7 +110,7 @@ class GlooCommunicator:
                 self._count(host_flat)
                 output.copy_(host_flat[: output.numel()])
 
-        self._start(work, stream, label)
+        self._start(work, stream, label, flat)
 
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         def work(tag: int) -> None:
@@ -124,7 +125,7 @@ class GlooCommunicator:
                 total.add_(other)
             tensor.copy_(total)
 
-        self._start(work, stream, label)
+        self._start(work, stream, label, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         def work(tag: int) -> None:
@@ -135,7 +136,7 @@ class GlooCommunicator:
                     self._group.broadcast([host.contiguous().view(-1).view(torch.uint8)], options).wait()
 
         assert tensor.is_contiguous()
-        self._start(work, stream, label)
+        self._start(work, stream, label, tensor)
 
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         message = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
@@ -155,8 +156,13 @@ class GlooCommunicator:
     def close(self) -> None:
         self._group.abort()
 
-    def _start(self, work: Callable[[int], None], stream: Stream, label: str) -> None:
-        name = zlib.crc32(label.partition(" in step ")[0].encode()) % (1 << _NAME_BITS)
+    def _start(
+        self, work: Callable[[int], None], stream: Stream, label: str, tensor: torch.Tensor | None = None
+    ) -> None:
+        what = label.partition(" in step ")[0]
+        if tensor is not None:  # of different sizes nothing may match either
+            what += f", {tensor.numel()} of {tensor.dtype}"
+        name = zlib.crc32(what.encode()) % (1 << _NAME_BITS)
 
         def checked() -> None:
             self.doing = label
@@ -183,7 +189,8 @@ class GlooCommunicator:
         left, right = (rank - 1) % size, (rank + 1) % size
         shards = flat.view(size, -1)
         pieces = self._pieces(shards)
-        received = self._scratch_for(flat.dtype, min(2, size - 1) * shards.shape[1]).view(-1, shards.shape[1])
+        received = self._scratch_for(flat.dtype, min(2, size - 1) * shards.shape[1])
+        received = received.view(min(2, size - 1), shards.shape[1])
 
         def post(step: int) -> list[Any]:
             return [group.recv([received[step % 2][p]], left, tag) for p in pieces]

@@ -331,10 +331,19 @@ def _check_coverage(buckets: Sequence[Bucket]) -> None:
     for expected, bucket in enumerate(buckets):
         if bucket.index != expected:
             raise ArgumentError(f"bucket {bucket.index} stands at position {expected} of the plan; number them from 0.")
+        free = 0
         for slot in bucket.slots:
+            if slot.offset < free or slot.offset + slot.numel > bucket.padded_numel:
+                raise ArgumentError(
+                    f"the plan puts '{slot.fqn}' at {slot.offset} to {slot.offset + slot.numel} of bucket "
+                    f"{bucket.index}; "
+                    f"expected a place between {free} and {bucket.padded_numel}, after the slots before it."
+                )
+            free = slot.offset + slot.numel
             placed, last = ends.get(slot.param, (0, -1))
+            alone = len(bucket.slots) == 1 and (last < 0 or len(buckets[last].slots) == 1)
             split = slot.start > 0 or placed > 0
-            if slot.start != placed or (split and (last != bucket.index - 1 or len(bucket.slots) > 1)):
+            if slot.start != placed or (split and (last != bucket.index - 1 or not alone)):
                 raise ArgumentError(
                     f"the plan cuts parameter '{slot.fqn}' at element {slot.start}, expected {placed}: the parts of a "
                     "split tensor stand in order, each in a bucket of its own, one bucket after the other."

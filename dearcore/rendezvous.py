@@ -47,7 +47,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
         return _launch(env, "Open MPI", *names, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if int(env.get("SLURM_NTASKS", "1") or 1) > 1 and "SLURM_PROCID" in env:
+    if env.get("SLURM_NTASKS", "1") not in ("", "1") and "SLURM_PROCID" in env:
         return _launch(env, "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
     return Launch(0, 1, 0, 1, "127.0.0.1", 0, "none")
 
@@ -59,6 +59,10 @@ def _launch(
     this_rank = _number(env, rank, source, least=0)
     if this_rank >= world_size:
         raise ArgumentError(f"{rank}={this_rank} but {size}={world_size}; ranks count from 0 to {size} - 1.")
+    here = _number(env, local_rank, source, least=0, default=this_rank)
+    num_here = _number(env, local_size, source, least=1, default=max(world_size, here + 1))
+    if here >= num_here:
+        raise ArgumentError(f"{local_rank}={here} but {local_size}={num_here}; local ranks count from 0.")
     addr, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if world_size > 1 and need_addr:
         for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)):
@@ -67,31 +71,41 @@ def _launch(
     return Launch(
         this_rank,
         world_size,
-        _number(env, local_rank, source, least=0, default=this_rank),
-        _number(env, local_size, source, least=1, default=world_size),
+        here,
+        num_here,
         addr or _slurm_first_host(env) or "127.0.0.1",
-        _number(env, "MASTER_PORT", source, least=1, default=DEFAULT_PORT),
+        _number(env, "MASTER_PORT", source, least=1, default=DEFAULT_PORT, most=65535),
         source,
     )
 
 
-def _number(env: Mapping[str, str], name: str, source: str, least: int, default: int | None = None) -> int:
+def _number(
+    env: Mapping[str, str], name: str, source: str, least: int, default: int | None = None, most: int = 10**9
+) -> int:
     text = env.get(name, "")
     if not text and default is not None:
         return default
-    match = re.match(r"\d+", text)  # Slurm writes 4(x2) for "4 tasks on each of 2 nodes"
-    if not match or int(match[0]) < least:
+    # Slurm writes 4(x2) for "4 tasks on each of 2 nodes"
+    match = re.fullmatch(r"(\d+)(\(x\d+\))?" if name == "SLURM_NTASKS_PER_NODE" else r"(\d+)", text)
+    if not match or not least <= int(match[1]) <= most:
         raise ArgumentError(
-            f"{name}={text!r} is not a whole number >= {least}, but {source} variables are set. Start all ranks with "
+            f"{name}={text!r} is not a whole number from {least} to {most}, but {source} variables are set. "
+            f"Start all ranks with "
             f"one launcher, or set {name}."
         )
-    return int(match[0])
+    return int(match[1])
 
 
 def _slurm_first_host(env: Mapping[str, str]) -> str:
     nodes = env.get("SLURM_JOB_NODELIST", "") if "SLURM_PROCID" in env else ""
     if "[" in nodes:
-        shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+        try:
+            command = ["scontrol", "show", "hostnames", nodes]
+            shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ArgumentError(
+                f"cannot find the first host of SLURM_JOB_NODELIST={nodes!r} ({error}). Set MASTER_ADDR to it."
+            ) from error
         return shown.stdout.split("\n")[0].strip()
     return nodes.partition(",")[0]
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from .errors import ScheduleError
 from .trace import Trace
 
 __all__ = ["CpuEvent", "CpuStream", "Event", "InlineStream", "Stream", "Streams"]
@@ -50,8 +51,9 @@ class _Flag:
         self.error: BaseException | None = None
 
     def set(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self._done.set()
+        if not self._done.is_set():  # a watchdog may have been first
+            self.error = error
+            self._done.set()
 
     def is_set(self) -> bool:
         return self._done.is_set()
@@ -105,6 +107,7 @@ class CpuStream:
         self.name = name
         self._trace = trace
         self._error: BaseException | None = None
+        self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"dear-{name}", daemon=True)
         self._thread.start()
@@ -115,6 +118,8 @@ class CpuStream:
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
         flag = event._renew()
+        if self._closed:
+            flag.set(self._error or ScheduleError(f"the {self.name} stream is closed."))
         self._queue.put(lambda: flag.set(self._error))
 
     def wait(self, event: Event) -> None:
@@ -125,6 +130,7 @@ class CpuStream:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Lets the queue drain, at most `timeout_s`; a stuck worker is a daemon and dies with the process."""
+        self._closed = True
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)

@@ -189,7 +189,6 @@ TOUCHES: dict[str, Callable[[Zoo], Any]] = {
     "foreach norm": lambda m: torch._foreach_norm([m.w, m.fc.weight]),
     "functional_call": lambda m: torch.func.functional_call(m, {}, (x(),)),
     "functional_call with parameters": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (x(),)),
-    "func.grad": functional_gradient,
     "autograd.grad": of_gradient,
     "parameters_to_vector": lambda m: parameters_to_vector(m.parameters()),
     "vector_to_parameters": from_vector,
@@ -708,6 +707,19 @@ def test_a_compiled_train_function_trains(local: None) -> None:
     optimizer.synchronize()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_functional_transforms_after_synchronize(local: None) -> None:
+    """torch.func unwraps parameters below Python's dispatch; with synchronize() before, it sees the new values."""
+    model = Zoo()
+    reference = copy.deepcopy(model)
+    plain_sgd = torch.optim.SGD(reference.parameters(), lr=LR)
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
+    for trained, stepping in ((model, optimizer), (reference, plain_sgd)):
+        trained(x()).square().sum().backward()
+        stepping.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(functional_gradient(model), functional_gradient(reference))
 
 
 def test_compiling_while_gradients_are_in_flight(local: None) -> None:
