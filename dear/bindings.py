@@ -20,25 +20,19 @@ class Bindings:
     """Remembers where each parameter stands in the model and in memory.
 
     A tensor that was given other memory (`.to()` and back, `.data = ...`) is taken back into its place with its new
-    values. What cannot be mended is a ScheduleError that names the parameter.
+    values; modules may be replaced as long as they have the same parameters. What cannot be mended is a ScheduleError
+    that names the parameter.
     """
 
     def __init__(self, model: nn.Module, tracked: Sequence[TrackedParameter], optimizer: optim.Optimizer) -> None:
-        self._tracked = tracked
+        self._model, self._tracked = model, tracked
         trained = {id(t.param) for t in tracked}
-        self._modules = list(model.modules())
-        self._num_members = self._count()
-        places: dict[int, tuple[dict[str, Any], str]] = {}
-        for module in self._modules:
-            for name, param in module._parameters.items():
-                if param is not None:
-                    places.setdefault(id(param), (module._parameters, name))
-        self._places = [places[id(t.param)] for t in tracked]
+        in_optimizer = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._known = {id(param) for param in model.parameters()}
         self._frozen = [
-            (name, p)
-            for name, p in model.named_parameters()
-            if id(p) not in trained and any(p is q for group in optimizer.param_groups for q in group["params"])
+            (name, p) for name, p in model.named_parameters() if id(p) in in_optimizer and id(p) not in trained
         ]
+        self._look_at_modules()
         self.rebind()
 
     def rebind(self) -> None:
@@ -49,45 +43,55 @@ class Bindings:
     def check(self) -> None:
         """Raises ScheduleError where the model has changed in a way that training would silently miss."""
         with without_waiting():
-            for tracked, (owner, name), address in zip(self._tracked, self._places, self._addresses, strict=True):
-                param = tracked.param
-                if (owner[name] if name in owner else None) is not param:  # noqa: SIM401 (TorchScript's dicts)
-                    raise ScheduleError(
-                        f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or "
-                        f"removed after "
-                        "wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Call "
-                        "close() and wrap again."
-                    )
-                if param.data_ptr() != address and tracked.spec.numel:
+            if self._modules_have_changed():
+                self._check_parameters()
+                self._look_at_modules()
+            for tracked, address in zip(self._tracked, self._addresses, strict=True):
+                if tracked.param.data_ptr() != address and tracked.spec.numel:
                     self._take_back(tracked)
             for name, param in self._frozen:
                 if param.requires_grad:
                     raise ScheduleError(
-                        f"parameter '{name}' was frozen when the optimizer was wrapped and is trainable "
-                        f"now. Call close() "
-                        "and wrap again (a parameter that was trainable may be frozen and thawed at any time)."
+                        f"parameter '{name}' was frozen when the optimizer was wrapped and is trainable now. Call "
+                        "close() and wrap again (what was trainable may be frozen and thawed at any time)."
                     )
-            if self._count() != self._num_members:
+
+    def _look_at_modules(self) -> None:
+        """Every parameter and submodule with the dict of its owner. TorchScript's dicts have no `get`."""
+        self._dicts = [members for module in self._model.modules() for members in (module._parameters, module._modules)]
+        self._members: list[tuple[Any, str, Any]] = [
+            (members, name, member) for members in self._dicts for name, member in members.items()
+        ]
+
+    def _modules_have_changed(self) -> bool:
+        return sum(map(len, self._dicts)) != len(self._members) or any(
+            name not in members or members[name] is not member for members, name, member in self._members
+        )
+
+    def _check_parameters(self) -> None:
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        for tracked in self._tracked:
+            if id(tracked.param) not in names:
                 raise ScheduleError(
-                    "the model has other parameters or modules than when it was wrapped. Call close() and "
-                    "wrap again with "
-                    "an optimizer over the new ones."
+                    f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or removed "
+                    "after wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Call close() and wrap again."
                 )
+        new = [name for key, name in names.items() if key not in self._known]
+        if new:
+            raise ScheduleError(
+                f"parameter '{new[0]}' was added to the model after wrapping. Call close(), add it to the torch "
+                "optimizer, and wrap again."
+            )
 
     def _take_back(self, tracked: TrackedParameter) -> None:
         index = tracked.spec.index
         view, found = self._views[index], tracked.param.data
         if found.dtype != view.dtype or found.device != view.device or found.shape != view.shape:
             raise ScheduleError(
-                f"parameter '{tracked.spec.fqn}' was {view.dtype} on {view.device} with shape "
-                f"{tuple(view.shape)} when it "
-                f"was wrapped and is {found.dtype} on {found.device} with shape {tuple(found.shape)} now. "
-                f"Convert the model "
-                "first, then wrap it."
+                f"parameter '{tracked.spec.fqn}' was {view.dtype} on {view.device} with shape {tuple(view.shape)} when "
+                f"it was wrapped and is {found.dtype} on {found.device} with shape {tuple(found.shape)} now. Convert "
+                "the model first, then wrap it."
             )
         with torch.no_grad():
             view.copy_(found)
         tracked.param.data = view
-
-    def _count(self) -> int:
-        return sum(len(module._parameters) + len(module._modules) for module in self._modules)

@@ -36,6 +36,9 @@ from .update import ShardedUpdate, Update, WholeUpdate
 
 __all__ = ["Engine", "Options"]
 
+# Below this, handing work from thread to thread costs more than overlapping it gains: `python -m bench overhead`.
+ONE_WORKER_BYTES = 4 * 1024 * 1024
+
 _owners: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # id of a parameter -> its engine
 
 
@@ -71,7 +74,8 @@ class Engine:
         self.communicator: Communicator
         self.peers: Peers
         self.communicator, self.peers = world.new_communicator(ranks)
-        self.streams = Streams(self.tracked[0].param.device, self.trace)
+        num_bytes = sum(t.spec.num_bytes for t in self.tracked)
+        self.streams = Streams(self.tracked[0].param.device, self.trace, one_worker=num_bytes < ONE_WORKER_BYTES)
         self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator)
         self._finalizer.atexit = False  # dear.shutdown sees to that
         self._handles: list[Any] = []
@@ -94,7 +98,7 @@ class Engine:
         for tracked, strides in zip(
             self.tracked, self._gather_objects([t.strides for t in self.tracked])[0], strict=True
         ):
-            tracked.strides = strides
+            tracked.adopt_strides(strides)
         self.broadcast([*model.parameters(), *model.buffers()])
         self._passes = bytearray(len(self.tracked))
         observing = not isinstance(self.options.fusion, Plan)
@@ -124,7 +128,11 @@ class Engine:
             assert grad is not None
             tracked.in_flight.local = local_gradient(grad)
             tracked.retained, tracked.whole = False, None
-            param.grad = tracked.in_flight
+            try:
+                param.grad = tracked.in_flight
+            except RuntimeError:  # the parameter is not what it was when it was wrapped
+                self._bindings.check()
+                raise
         self.replica.scheduler.grad_ready(index)
 
     @contextlib.contextmanager

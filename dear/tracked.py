@@ -25,8 +25,9 @@ class TrackedParameter:
     spec: ParamSpec
     param: nn.Parameter
     group: int  # position in optimizer.param_groups
-    strides: tuple[int, ...]  # dense; memory order is the order of these
     in_flight: InFlightGradient
+    strides: tuple[int, ...] = ()
+    _order: tuple[int, ...] | None = None  # permutation of dimensions that makes these strides row-major
     retained: bool = False  # an averaged gradient of it stands in the reduced shard
     whole: torch.Tensor | None = None  # the averaged gradient, where it was gathered and put into p.grad
     whole_version: int = 0  # of that tensor when it was last ours
@@ -41,11 +42,11 @@ class TrackedParameter:
         whole = self.whole
         return whole is not None and self.param.grad is whole and whole._version == self.whole_version
 
-    @property
-    def memory_order(self) -> tuple[int, ...] | None:
-        """The permutation of dimensions that makes a tensor of these strides row-major; None if it is already."""
-        order = tuple(sorted(range(len(self.strides)), key=lambda d: (-self.strides[d], self.spec.shape[d] == 1, d)))
-        return None if order == tuple(range(len(order))) else order
+    def adopt_strides(self, strides: tuple[int, ...]) -> None:
+        """Memory order is the order of `strides`, which are dense; the first rank's count."""
+        self.strides = strides
+        order = tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], self.spec.shape[d] == 1, d)))
+        self._order = None if order == tuple(range(len(order))) else order
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat` [numel, memory order] in the parameter's shape and strides."""
@@ -53,8 +54,7 @@ class TrackedParameter:
 
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape so that its row-major order is the parameter's memory order."""
-        order = self.memory_order
-        return tensor if order is None else tensor.permute(order)
+        return tensor if self._order is None else tensor.permute(self._order)
 
 
 def track(
@@ -92,8 +92,8 @@ def track(
                 "Cast the module before building DistributedOptimizer (view_as_real for complex parameters)."
             )
         spec = ParamSpec(len(tracked), name, tuple(param.shape), param.dtype)
-        strides = dense_strides(param.shape, param.stride())
-        tracked.append(TrackedParameter(spec, param, groups[param], strides, InFlightGradient(param, name, unscale)))
+        tracked.append(TrackedParameter(spec, param, groups[param], InFlightGradient(param, name, unscale)))
+        tracked[-1].adopt_strides(dense_strides(param.shape, param.stride()))
     if not tracked:
         raise ArgumentError("the optimizer has no trainable parameter of this model. Pass the model that it trains.")
     devices = {t.param.device for t in tracked}

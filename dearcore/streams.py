@@ -249,14 +249,16 @@ class Streams:
     communication  reduce-scatters under the backward, all-gathers under the next forward: one total order
     pack           gathers gradients while the reduce-scatter before it is still on the wire
     step           steps a shard while the buckets after it are still on the wire
+
+    With `one_worker` all three are one stream: for models so small that handing over costs more than it hides.
     """
 
-    def __init__(self, device: torch.device, trace: Trace) -> None:
+    def __init__(self, device: torch.device, trace: Trace, one_worker: bool = False) -> None:
         self.device = device
         self.trace = trace
         self.communication = self._new("communication")
-        self.pack = self._new("pack")
-        self.step = self._new("step")
+        self.pack = self.communication if one_worker else self._new("pack")
+        self.step = self.communication if one_worker else self._new("step")
 
     def new_event(self) -> Event:
         return _CudaEvent() if self.device.type == "cuda" else CpuEvent()
@@ -272,7 +274,7 @@ class Streams:
             self.step.wait_current()
 
     def close(self) -> None:
-        for stream in (self.pack, self.communication, self.step):
+        for stream in {self.pack, self.communication, self.step}:
             stream.close()
 
     def _new(self, name: str) -> CpuStream | CudaWorkerStream:
