@@ -28,8 +28,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,9 +39,19 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, _collect, _die_with, _rank_main, run_ranks
+from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, _collect, _die_with, run_ranks
 
-__all__ = ["Cluster", "ClusterError", "SUMMARY", "add_arguments", "remove_leftovers", "run", "why_not"]
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "SUMMARY",
+    "add_arguments",
+    "add_cluster_arguments",
+    "cluster_of",
+    "remove_leftovers",
+    "run",
+    "why_not",
+]
 
 SUMMARY = "run a command on every host of an emulated cluster"
 
@@ -396,9 +407,9 @@ def _enter(namespace: str) -> None:
         os.close(handle)
 
 
-def _inside[T](namespace: str, make: Callable[[], T]) -> T:
+def _inside(namespace: str, make: Callable[[], Any]) -> Any:
     """What `make` returns when a thread inside the namespace calls it; sockets and threads it makes stay there."""
-    results: list[T] = []
+    results: list[Any] = []
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -426,7 +437,22 @@ def _rank_on_host(
     pipe: Connection,
     launcher_pid: int,
 ) -> None:
-    ...
+    _die_with(launcher_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears it and ends its ranks
+    namespace, address, port = where
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    warnings.simplefilter("ignore", FutureWarning)  # new names of torch's collectives, which its older versions lack
+    try:
+        _enter(namespace)
+        timeout = timedelta(seconds=timeout_s)
+        result = fn(World(rank, size, dist.TCPStore(address, port, None, False, timeout), timeout), **kwargs)
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+        raise SystemExit(1) from None
+    pipe.send((None, result))
+    pipe.close()
 
 
 def _free_port() -> int:
@@ -434,3 +460,35 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_cluster_arguments(parser)
+    parser.add_argument("--timeout-s", type=float, default=3600.0)
+    parser.add_argument("argv", nargs="*", metavar="COMMAND", help="after `--`; none: says what would be emulated")
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options from which `cluster_of` makes a cluster, for other subcommands."""
+    parser.add_argument("--hosts", type=int, default=4, help="emulated hosts, one rank each (4)")
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, both ways (1gbit)")
+    parser.add_argument("--hosts-per-node", type=int, help="second level: so many hosts share a node's switch")
+    parser.add_argument("--uplink-rate", help="second level: of the links between nodes")
+
+
+def cluster_of(args: argparse.Namespace) -> Cluster:
+    try:
+        return Cluster(args.hosts, args.rate, hosts_per_node=args.hosts_per_node, uplink_rate=args.uplink_rate)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json or args.check:
+        raise SystemExit("error: this subcommand measures nothing, so that --json and --check have no meaning here")
+    with cluster_of(args) as cluster:
+        print(cluster.describe(), file=sys.stderr)
+        return cluster.run_command(args.argv, args.timeout_s) if args.argv else 0

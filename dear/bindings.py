@@ -73,8 +73,9 @@ class Bindings:
         for tracked in self._tracked:
             if id(tracked.param) not in names:
                 raise ScheduleError(
-                    f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or removed "
-                    "after wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Call close() and wrap again."
+                    f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or removed after "
+                    "wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Call close() and wrap "
+                    "again."
                 )
         new = [name for key, name in names.items() if key not in self._known]
         if new:

@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity.trainers import Case, Trainer, check_parity, run_under_dear
+from tests.parity.trainers import Case, Result, Trainer, breadth, check_parity, run_under_dear
 from tests.support.ranks import RankPool
-from tests.support.reference import IntegerModel, MakeOptimizer, TinyConv, UnusedModel, assert_bit_equal, optimizer_of
+from tests.support.reference import (
+    IntegerModel,
+    MakeOptimizer,
+    TinyConv,
+    UnusedModel,
+    assert_bit_equal,
+    optimizer_of,
+)
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": optimizer_of(torch.optim.SGD, lr=0.05),
@@ -38,32 +45,69 @@ def _resumed(model: nn.Module, parameters: dict[str, torch.Tensor]) -> nn.Module
     return model
 
 
-@pytest.mark.parametrize("before_wrapping", [False, True], ids=["by the wrapper", "before wrapping"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SavedRuns = dict[str, tuple[Case, Result]]
+
+
+@pytest.fixture(scope="module")
+def saved_on_two_ranks(pool: RankPool) -> SavedRuns:
+    """Runs of 4 steps, in every combination of the above that a later test goes on with; names and what was saved."""
+    cases = {
+        f"{optimizer}, {options}": Case(MODELS["integer"], OPTIMIZERS[optimizer], options=options, num_steps=4)
+        for optimizer in OPTIMIZERS
+        for options in OPTIONS
+    }
+    cases |= {
+        f"{optimizer}, {model}": Case(MODELS[model], OPTIMIZERS[optimizer], options={"fusion": None}, num_steps=4)
+        for optimizer in ("momentum", "adam")
+        for model in ("conv", "unused")
+    }
+    return {name: (cases[name], results[0]) for name, results in check_parity(pool, cases).items()}
+
+
+def _going_on(saved: tuple[Case, Result], **more: Any) -> Case:
+    first, result = saved
+    return replace(
+        first, model=_resumed(first.model, result.parameters), optimizer_state=result.optimizer_state, **more
+    )
+
+
+@breadth
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_resumed_on_another_number_of_ranks(
-    pool: RankPool, size: int, optimizer: str, options: dict[str, Any], before_wrapping: bool
+def test_saved_on_two_ranks_and_resumed_on_another_number(
+    pool: RankPool, saved_on_two_ranks: SavedRuns, size: int, full: bool
 ) -> None:
-    """Both ways: dear's state is loaded into the plain optimizer of the reference, and equals it."""
-    first = Case(MODELS["integer"], OPTIMIZERS[optimizer], options=options, num_steps=4)
-    saved = check_parity(pool, first, 2)[0]
-    model = _resumed(first.model, saved.parameters)
-    case = replace(first, model=model, optimizer_state=saved.optimizer_state, load_before_wrapping=before_wrapping)
-    got = check_parity(pool, case, size)
-    assert len(got) == size
+    """By the wrapper or before wrapping. Dear's state is loaded into the plain optimizer of the reference as well."""
+    cases = {}
+    for optimizer in OPTIMIZERS:
+        for options in OPTIONS:
+            saved = saved_on_two_ranks[f"{optimizer}, {options}"]
+            for before in (False, True) if full or options == {} else (options == {"fusion": None},):
+                name = f"{optimizer}, {options}, loaded {'before wrapping' if before else 'by the wrapper'}"
+                cases[name] = _going_on(saved, load_before_wrapping=before)
+    got = check_parity(pool, cases, size)
+    assert all(len(results) == size for results in got.values())
 
 
-@pytest.mark.parametrize("name", ["conv", "unused"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_layouts_and_missing_states(pool: RankPool, size: int, optimizer: str, name: str) -> None:
-    first = Case(MODELS[name], OPTIMIZERS[optimizer], options={"fusion": None}, num_steps=4)
-    saved = check_parity(pool, first, 2)[0]
-    model = _resumed(first.model, saved.parameters)
-    case = replace(first, model=model, optimizer_state=saved.optimizer_state, options={}, deterministic=True)
-    got = check_parity(pool, case, size)
-    assert len(got) == size
+def test_layouts_and_missing_states(pool: RankPool, saved_on_two_ranks: SavedRuns, size: int) -> None:
+    cases = {
+        f"{optimizer}, {model}": _going_on(saved_on_two_ranks[f"{optimizer}, {model}"], options={}, deterministic=True)
+        for optimizer in ("momentum", "adam")
+        for model in ("conv", "unused")
+    }
+    got = check_parity(pool, cases, size)
+    assert all(len(results) == size for results in got.values())
+
+
+def test_a_loaded_state_can_be_saved_before_the_first_step(pool: RankPool, saved_on_two_ranks: SavedRuns) -> None:
+    names = [f"{optimizer}, {options}" for optimizer in OPTIMIZERS for options in OPTIONS]
+    got = check_parity(pool, {name: _going_on(saved_on_two_ranks[name], script=_no_steps) for name in names})
+    for name in names:
+        assert_bit_equal(got[name][0].optimizer_state, saved_on_two_ranks[name][1].optimizer_state, (name, "saved"))
+
+
+def _no_steps(_: Trainer) -> None:
+    """Saves what was loaded."""
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -87,20 +131,3 @@ def test_masters_survive(pool: RankPool, size: int) -> None:
         assert_bit_equal(got.parameters, unbroken.parameters)
         assert_bit_equal(got.optimizer_state, unbroken.optimizer_state)
     assert "master_param" in saved.optimizer_state["state"][0]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_loaded_state_can_be_saved_before_the_first_step(
-    pool: RankPool, optimizer: str, options: dict[str, Any]
-) -> None:
-    saved = check_parity(pool, Case(IntegerModel(), OPTIMIZERS[optimizer], options=options, num_steps=3), 2)[0]
-    again = Case(
-        IntegerModel(), OPTIMIZERS[optimizer], _no_steps, options, num_steps=1, optimizer_state=saved.optimizer_state
-    )
-    got = check_parity(pool, again, 2)
-    assert_bit_equal(got[0].optimizer_state, saved.optimizer_state)
-
-
-def _no_steps(_: Trainer) -> None:
-    """Saves what was loaded."""

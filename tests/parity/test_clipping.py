@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.parity.trainers import Case, Trainer, check_parity
+from tests.parity.trainers import Case, Trainer, breadth, check_parity
 from tests.support.ranks import RankPool
-from tests.support.reference import TOLERANCES, IntegerModel, OddMLP, TiedModel, UnusedModel, optimizer_of
+from tests.support.reference import IntegerModel, OddMLP, TiedModel, UnusedModel, assert_bit_equal, optimizer_of
 
 SGD = optimizer_of(torch.optim.SGD, lr=0.05, momentum=0.9)
 INF = float("inf")
@@ -53,51 +52,80 @@ def _three_four(size: int, num_steps: int) -> list[list[tuple[torch.Tensor, ...]
     return [[(three * (size if r == 0 else 0), zeros, four) for _ in range(num_steps)] for r in range(size)]
 
 
-@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 5.0), (1.0, 7.0), (INF, 4.0)])
-@pytest.mark.parametrize("options", FUSIONS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_an_exact_norm_is_exact(
-    pool: RankPool, size: int, options: dict[str, Any], norm_type: float, norm: float
-) -> None:
-    case = Case(
-        IntegerModel([(31,), (31,), (31,)]),
-        optimizer_of(torch.optim.SGD, lr=0.5),
-        functools.partial(norm_steps, 1.0, norm_type),
-        options,
-        batches=_three_four(size, 3),
-    )
-    got = check_parity(pool, case, size)
-    assert [[note.item() for note in result.notes] for result in got] == [[norm] * 3] * size
+def test_an_exact_norm_is_exact(pool: RankPool, size: int) -> None:
+    model = IntegerModel([(31,), (31,), (31,)])
+    norms = {2.0: 5.0, 1.0: 7.0, INF: 4.0}
+    batches = _three_four(size, 3)
+    cases = {
+        (norm_type, str(options)): Case(
+            model,
+            optimizer_of(torch.optim.SGD, lr=0.5),
+            functools.partial(norm_steps, 1.0, norm_type),
+            options,
+            batches=batches,
+        )
+        for norm_type in norms
+        for options in FUSIONS
+    }
+    got = check_parity(pool, {f"norm {t:g}, {options}": case for (t, options), case in cases.items()}, size)
+    for norm_type, options in cases:
+        for result in got[f"norm {norm_type:g}, {options}"]:
+            assert [note.item() for note in result.notes] == [norms[norm_type]] * 3, f"norm {norm_type:g}, {options}"
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, INF])
-@pytest.mark.parametrize("options", FUSIONS, ids=str)
+@breadth
 @pytest.mark.parametrize("size", [2, 3])
-def test_any_norm_is_close(pool: RankPool, size: int, options: dict[str, Any], norm_type: float) -> None:
-    script = functools.partial(norm_steps, 0.1, norm_type)
-    case = Case(OddMLP(), SGD, script, options, num_steps=10, deterministic=True)
-    got = check_parity(pool, case, size, TOLERANCES["exact" if norm_type == INF else "clip"])
-    assert all(note.item() > 0.1 for note in got[0].notes), "nothing was clipped"
+def test_any_norm_is_close(pool: RankPool, size: int, full: bool) -> None:
+    model = OddMLP()
+    cases = {
+        f"norm {norm_type:g}, {options}": Case(
+            model,
+            SGD,
+            functools.partial(norm_steps, 0.1, norm_type),
+            options,
+            num_steps=10,
+            deterministic=True,
+            tolerance="exact" if norm_type == INF else "clip",
+        )
+        for norm_type in (2.0, 1.0, 3.0, INF)
+        for options in (FUSIONS if full or norm_type == 2.0 else FUSIONS[1:])
+    }
+    for name, results in check_parity(pool, cases, size).items():
+        assert all(note.item() > 0.1 for note in results[0].notes), f"nothing was clipped in case '{name}'"
 
 
-@pytest.mark.parametrize("script", [functools.partial(value_steps, 0.05), both_steps], ids=["value", "both"])
-@pytest.mark.parametrize("options", FUSIONS, ids=str)
-def test_values_are_clipped(pool: RankPool, options: dict[str, Any], script: Any) -> None:
-    case = Case(OddMLP(), SGD, script, options, num_steps=10)
-    got = check_parity(pool, case, 2, TOLERANCES["exact" if script is not both_steps else "clip"])
-    assert got[0].losses
+def test_values_are_clipped(pool: RankPool) -> None:
+    model = OddMLP()
+    scripts = {"value": functools.partial(value_steps, 0.05), "both": both_steps}
+    cases = {
+        f"{name}, {options}": Case(
+            model, SGD, script, options, num_steps=8, tolerance="clip" if name == "both" else "exact"
+        )
+        for name, script in scripts.items()
+        for options in FUSIONS
+    }
+    got = check_parity(pool, cases)
+    assert all(results[0].losses for results in got.values())
 
 
-@pytest.mark.parametrize("model", [TiedModel(), UnusedModel()], ids=["tied", "unused"])
-def test_a_parameter_counts_once_or_not_at_all(pool: RankPool, model: nn.Module) -> None:
-    case = Case(model, SGD, functools.partial(norm_steps, 0.1, 2.0), num_steps=5)
-    got = check_parity(pool, case, 2, TOLERANCES["clip"])
-    assert len(got[0].notes) == 5
+def test_a_parameter_counts_once_or_not_at_all(pool: RankPool) -> None:
+    script = functools.partial(norm_steps, 0.1, 2.0)
+    models: dict[str, nn.Module] = {"tied": TiedModel(), "unused": UnusedModel()}
+    cases = {
+        f"{name}, {options}": Case(model, SGD, script, options, num_steps=5, tolerance="clip")
+        for name, model in models.items()
+        for options in ({}, {"shard": False})
+    }
+    got = check_parity(pool, cases)
+    assert all(len(results[0].notes) == 5 for results in got.values())
 
 
 def test_a_norm_below_the_limit_changes_nothing(pool: RankPool) -> None:
-    got = check_parity(
-        pool, Case(OddMLP(), SGD, functools.partial(norm_steps, 1e6, 2.0), num_steps=5), 2, TOLERANCES["clip"]
-    )
-    unclipped = check_parity(pool, Case(OddMLP(), SGD, num_steps=5), 2)
-    assert all(torch.equal(got[0].parameters[name], p) for name, p in unclipped[0].parameters.items())
+    model = OddMLP()
+    cases = {
+        "clipped": Case(model, SGD, functools.partial(norm_steps, 1e6, 2.0), num_steps=5, tolerance="clip"),
+        "not clipped": Case(model, SGD, num_steps=5),
+    }
+    got = check_parity(pool, cases)
+    assert_bit_equal(got["clipped"][0].parameters, got["not clipped"][0].parameters)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.parity.trainers import Case, Trainer, check_parity
+from tests.parity.trainers import Case, Trainer, breadth, check_parity
 from tests.support.ranks import RankPool
 from tests.support.reference import IntegerModel, OddMLP, optimizer_of
 
@@ -33,15 +33,20 @@ def interleaved(cls: type[torch.optim.Optimizer], model: nn.Module) -> torch.opt
     )
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("size", [2, 3])
-def test_interleaved_groups(
-    pool: RankPool, size: int, cls: type[torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
-    case = Case(OddMLP(), functools.partial(interleaved, cls), options=options, deterministic=True)
-    got = check_parity(pool, case, size)
-    assert [len(group["params"]) for group in got[0].optimizer_state["param_groups"]] == [2, 5, 0]
+def test_interleaved_groups(pool: RankPool, size: int) -> None:
+    model = OddMLP()
+    makers = {
+        cls.__name__: functools.partial(interleaved, cls)
+        for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop)
+    }
+    cases = {
+        f"{name}, {options}": Case(model, make, options=options, num_steps=6, deterministic=size > 2)
+        for name, make in makers.items()
+        for options in (OPTIONS if size == 2 or name == "AdamW" else OPTIONS[:1])
+    }
+    for results in check_parity(pool, cases, size).values():
+        assert [len(group["params"]) for group in results[0].optimizer_state["param_groups"]] == [2, 5, 0]
 
 
 def halving(model: nn.Module) -> torch.optim.Optimizer:
@@ -49,14 +54,14 @@ def halving(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": weights, "weight_decay": 0.5}, {"params": biases}], lr=1.0)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_decay_stops_at_the_borders_of_groups(pool: RankPool, size: int, options: dict[str, Any]) -> None:
+def test_decay_stops_at_the_borders_of_groups(pool: RankPool, size: int) -> None:
     model = IntegerModel([(5,), (4,)] * 4)
     zeros = [[tuple(torch.zeros_like(p) for p in model.parameters())]] * size
-    got = check_parity(pool, Case(model, halving, options=options, batches=zeros), size)
-    for number, (name, param) in enumerate(model.named_parameters()):
-        assert torch.equal(got[0].parameters[name], param / 2 if number % 2 == 0 else param)
+    cases = {str(options): Case(model, halving, options=options, batches=zeros) for options in OPTIONS}
+    for results in check_parity(pool, cases, size).values():
+        for number, (name, param) in enumerate(model.named_parameters()):
+            assert torch.equal(results[0].parameters[name], param / 2 if number % 2 == 0 else param)
 
 
 # ---------------------------------------------------------------------------------------------------- schedulers
@@ -93,21 +98,33 @@ def scheduled_steps(name: str, made_on: str, trainer: Trainer) -> None:
         trainer.note([group["lr"] for group in trainer.optimizer.param_groups])
 
 
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("made_on", ["optimizer", "original", "before wrapping"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(pool: RankPool, name: str, made_on: str, cls: type[torch.optim.Optimizer]) -> None:
-    momentum = {"momentum": 0.9} if cls is torch.optim.SGD else {}
-    case = Case(
-        OddMLP(),
-        optimizer_of(cls, lr=0.02, **momentum),
-        functools.partial(scheduled_steps, name, made_on),
-        {"fusion": None},
-        num_steps=12,
-        prepare=functools.partial(make_scheduler, name) if made_on == "before wrapping" else None,
-    )
-    got = check_parity(pool, case, 2)
-    assert len({note[0] for note in got[0].notes}) > 1, "the learning rate never changed"
+MADE_ON = ("optimizer", "original", "before wrapping")
+BUCKETS = {"fusion": 0.0004}  # MiB: three buckets
+
+
+@breadth
+@pytest.mark.parametrize("made_on", MADE_ON)
+def test_schedulers(pool: RankPool, made_on: str, full: bool) -> None:
+    model = OddMLP()
+    makers = {
+        "SGD": optimizer_of(torch.optim.SGD, lr=0.02, momentum=0.9),
+        "Adam": optimizer_of(torch.optim.Adam, lr=0.02),
+    }
+    cases = {
+        f"{name}, {optimizer}": Case(
+            model,
+            make,
+            functools.partial(scheduled_steps, name, made_on),
+            BUCKETS,
+            num_steps=12,
+            prepare=functools.partial(make_scheduler, name) if made_on == "before wrapping" else None,
+        )
+        for name in SCHEDULERS
+        for optimizer, make in makers.items()
+        if full or optimizer == "SGD" or name == "one cycle"  # which cycles momentum or betas too
+    }
+    for name, results in check_parity(pool, cases).items():
+        assert len({note[0] for note in results[0].notes}) > 1, f"the learning rate never changed in case '{name}'"
 
 
 # ---------------------------------------------------------------------------------------------------- edits
@@ -133,16 +150,20 @@ def edited_steps(edits: list[dict[str, Any]], through: str, when: str, trainer: 
             getattr(trainer, through).param_groups[0].update(edit)
 
 
-@pytest.mark.parametrize("when", ["before backward", "before step", "after step"])
-@pytest.mark.parametrize("through", ["optimizer", "original"])
+WHEN = ("before backward", "before step", "after step")
+
+
 @pytest.mark.parametrize("name", EDITS)
-def test_edits_in_the_middle_of_a_run(pool: RankPool, name: str, through: str, when: str) -> None:
+def test_edits_in_the_middle_of_a_run(pool: RankPool, name: str) -> None:
+    model = OddMLP()
     more = {"momentum": 0.9} if name == "SGD" else {}
-    case = Case(
-        OddMLP(),
-        optimizer_of(getattr(torch.optim, name), lr=0.02, **more),
-        functools.partial(edited_steps, EDITS[name], through, when),
-        {"fusion": None},
-    )
-    got = check_parity(pool, case, 2)
-    assert got[0].optimizer_state["param_groups"][0].items() >= EDITS[name][-1].items()
+    make = optimizer_of(getattr(torch.optim, name), lr=0.02, **more)
+    cases = {
+        f"{when}, through {through}": Case(
+            model, make, functools.partial(edited_steps, EDITS[name], through, when), BUCKETS
+        )
+        for when in WHEN
+        for through in ("optimizer", "original")
+    }
+    for results in check_parity(pool, cases).values():
+        assert results[0].optimizer_state["param_groups"][0].items() >= EDITS[name][-1].items()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parity.models import Transposed
-from tests.parity.trainers import Case, Trainer, check_parity
+from tests.parity.trainers import Case, Trainer, breadth, check_parity
 from tests.support.ranks import RankPool
 from tests.support.reference import (
     IntegerModel,
@@ -40,34 +40,53 @@ USE = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("use", USE)
+@breadth
 @pytest.mark.parametrize("size", [2, 3])
-def test_unused_parameters(pool: RankPool, size: int, use: str, optimizer: str, options: dict[str, Any]) -> None:
+def test_unused_parameters(pool: RankPool, size: int, full: bool) -> None:
     model = UnusedModel()
-    batches = [
-        [(*batch, {"use_sometimes": USE[use](r, step)}) for step, batch in enumerate(steps)]
-        for r, steps in enumerate(make_batches(model, size, 8))
-    ]
-    case = Case(model, OPTIMIZERS[optimizer], options=options, batches=batches, deterministic=True)
-    got = check_parity(pool, case, size)
-    untouched = ["never.weight", "never.bias", "frozen"] + ["sometimes.weight", "sometimes.bias"] * (use == "never")
-    assert all(torch.equal(got[0].parameters[name], model.get_parameter(name)) for name in untouched)
+    cases = {}
+    for use in USE:
+        batches = [
+            [(*batch, {"use_sometimes": USE[use](r, step)}) for step, batch in enumerate(steps)]
+            for r, steps in enumerate(make_batches(model, size, 6))
+        ]
+        for optimizer, options in _combinations(full, size):
+            cases[f"{use}, {optimizer}, {options}"] = Case(
+                model, OPTIMIZERS[optimizer], options=options, batches=batches, deterministic=size > 2
+            )
+    for name, results in check_parity(pool, cases, size).items():
+        untouched = ["never.weight", "never.bias", "frozen"]
+        untouched += ["sometimes.weight", "sometimes.bias"] * name.startswith("never")
+        for each in untouched:
+            assert torch.equal(results[0].parameters[each], model.get_parameter(each)), f"{each} in case '{name}'"
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "model",
-    [TiedModel(), ReusedModel(), TinyConv(channels_last=True), Transposed(), OddMLP()],
-    ids=lambda m: type(m).__name__,
-)
+def _combinations(full: bool, size: int) -> list[tuple[str, dict[str, Any]]]:
+    if full:
+        return [(optimizer, options) for optimizer in OPTIMIZERS for options in OPTIONS]
+    if size in (2, 1):
+        return [("adamw", OPTIONS[0]), ("sgd", OPTIONS[1]), ("sgd", OPTIONS[2])]
+    return [("sgd", OPTIONS[0]), ("adamw", OPTIONS[2])][: 5 - size]
+
+
+KINDS: dict[str, torch.nn.Module] = {
+    type(model).__name__: model
+    for model in (TiedModel(), ReusedModel(), TinyConv(channels_last=True), Transposed(), OddMLP())
+}
+
+
+@breadth
 @pytest.mark.parametrize("size", [2, 3])
-def test_kinds(pool: RankPool, size: int, model: torch.nn.Module, optimizer: str, options: dict[str, Any]) -> None:
-    case = Case(model, OPTIMIZERS[optimizer], steps_with_strides, options, num_steps=8, deterministic=True)
-    got = check_parity(pool, case, size)
-    assert got[0].notes[-1] == [p.stride() for p in model.parameters()]
+def test_kinds(pool: RankPool, size: int, full: bool) -> None:
+    cases = {
+        f"{kind}, {optimizer}, {options}": Case(
+            model, OPTIMIZERS[optimizer], steps_with_strides, options, num_steps=4, deterministic=size > 2
+        )
+        for kind, model in KINDS.items()
+        for optimizer, options in _combinations(full, size)
+    }
+    for name, results in check_parity(pool, cases, size).items():
+        assert results[0].notes[-1] == [p.stride() for p in cases[name].model.parameters()], f"case '{name}'"
 
 
 def steps_with_strides(trainer: Trainer) -> None:
@@ -91,11 +110,71 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("shapes", SHAPES)
+@breadth
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_sizes(pool: RankPool, size: int, shapes: str, optimizer: str, options: dict[str, Any]) -> None:
-    case = Case(IntegerModel(SHAPES[shapes]), OPTIMIZERS[optimizer], options=options, num_steps=5)
-    got = check_parity(pool, case, size)
-    assert [tuple(p.shape) for p in got[0].parameters.values()] == SHAPES[shapes]
+def test_sizes(pool: RankPool, size: int, full: bool) -> None:
+    cases = {
+        f"{name}, {optimizer}, {options}": Case(
+            IntegerModel(shapes), OPTIMIZERS[optimizer], options=options, num_steps=3
+        )
+        for name, shapes in SHAPES.items()
+        for optimizer, options in _combinations(full, size)
+    }
+    for name, results in check_parity(pool, cases, size).items():
+        assert [tuple(p.shape) for p in results[0].parameters.values()] == SHAPES[name.split(",")[0]]
+
+
+# ---------------------------------------------------------------------------------------------------- memory formats
+
+
+def channels_last_on_rank_0(rank: int) -> torch.nn.Module:
+    return _in_format(TinyConv(channels_last=True), rank == 0)
+
+
+def contiguous_on_rank_0(rank: int) -> torch.nn.Module:
+    return _in_format(TinyConv(), rank != 0)
+
+
+def _in_format(model: torch.nn.Module, channels_last: bool) -> torch.nn.Module:
+    return model.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_whose_weights_lie_differently_in_memory(pool: RankPool, size: int) -> None:
+    """The first rank's memory format becomes everybody's."""
+    models = {"channels_last": (TinyConv(channels_last=True), channels_last_on_rank_0)}
+    models["contiguous"] = TinyConv(), contiguous_on_rank_0
+    cases = {
+        f"{name} on rank 0, {optimizer}, {options}": Case(
+            model, OPTIMIZERS[optimizer], steps_with_strides, options, num_steps=4, model_of=of, deterministic=size > 2
+        )
+        for name, (model, of) in models.items()
+        for optimizer, options in _combinations(False, size)
+    }
+    for name, results in check_parity(pool, cases, size).items():
+        for result in results:
+            assert result.notes[-1] == [p.stride() for p in cases[name].model.parameters()], f"case '{name}'"
+
+
+# ---------------------------------------------------------------------------------------------------- buffers
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("broadcast_buffers", [False, True])
+def test_buffers_are_local_or_the_first_ranks(pool: RankPool, broadcast_buffers: bool, size: int) -> None:
+    """BatchNorm's statistics, compared with DistributedDataParallel's on every rank."""
+    model = TinyConv()
+    cases = {
+        str(options): Case(
+            model,
+            OPTIMIZERS["sgd"],
+            options={"broadcast_buffers": broadcast_buffers, **options},
+            num_steps=6,
+            tolerance="exact" if size == 2 else "summation order",
+        )
+        for options in OPTIONS
+    }
+    for results in check_parity(pool, cases, size, ddp=True).values():
+        means = [result.buffers["norm.running_mean"] for result in results]
+        assert not torch.equal(means[0], means[1]), "every rank has seen other samples since the broadcast"
+        assert int(results[0].buffers["norm.num_batches_tracked"]) == 6

@@ -6,33 +6,40 @@
             trainer.backward(k)
             trainer.step()
 
-    case = Case(OddMLP(), optimizer_of(torch.optim.SGD, lr=0.1), script)
-    check_parity(pool, case, size=2)
+    sgd = optimizer_of(torch.optim.SGD, lr=0.1)
+    cases = {f"fusion {fusion}": Case(OddMLP(), sgd, script, {"fusion": fusion}) for fusion in (None, 25.0)}
+    check_parity(pool, cases, size=2)
 
-A script sees the same `Trainer` methods in each; what it `note`s (norms, learning rates) is compared as well.
+A script sees the same `Trainer` methods in each; what it `note`s (norms, learning rates) is compared as well. Many
+cases share one run of the pool, which costs more than most cases do, and cases that differ in nothing but dear's
+options share their reference.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import dear
-from tests.support.ranks import RankPool, rank
+from tests.support.ranks import Outcome, RankError, RankPool, rank
 from tests.support.reference import (
     TOLERANCES,
     Batches,
     IntegerModel,
     LossFn,
     MakeOptimizer,
-    Tolerance,
     assert_bit_equal,
     assert_close,
     assert_same_on_all_ranks,
@@ -42,8 +49,13 @@ from tests.support.reference import (
     mse_loss,
     weighted_sum_loss,
 )
+from tests.support.worker import dumps, loads
 
 NUM_STEPS = 20
+# The full cross products only where there is time: `make soak`.
+breadth = pytest.mark.parametrize(
+    "full", [pytest.param(False, id="thin"), pytest.param(True, id="full", marks=pytest.mark.soak)]
+)
 
 
 class Trainer(Protocol):
@@ -54,8 +66,10 @@ class Trainer(Protocol):
 
     prepared: Any  # what `Case.prepare` returned
 
-    def backward(self, index: int, scale: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Forward and backward on this rank's batch `index`, of `scale(loss)` where given."""
+    def backward(
+        self, index: int, scale: Callable[[Tensor], Tensor] | None = None, not_on: Collection[int] = ()
+    ) -> None:
+        """Forward and backward on this rank's batch `index`, of `scale(loss)` where given; nothing on some ranks."""
 
     def step(self) -> None: ...
 
@@ -108,7 +122,8 @@ class Case:
     optimizer_state: dict[str, Any] | None = None
     load_before_wrapping: bool = False
     deterministic: bool = False
-    compare_optimizer_state: bool = True
+    tolerance: str = "exact"  # a key of TOLERANCES
+    model_of: Callable[[int], nn.Module] | None = None  # rank -> what this rank wraps, where it is not `model`
 
     def resolved(self, size: int) -> Case:
         """With batches for `size` ranks, and the loss that belongs to the model."""
@@ -118,6 +133,13 @@ class Case:
             make = integer_batches if integer else make_batches
             batches = make(self.model, size, self.num_steps)
         return replace(self, batches=batches, loss_fn=weighted_sum_loss if integer else self.loss_fn)
+
+    @property
+    def reference_key(self) -> tuple[Any, ...]:
+        """Equal for cases of one run that plain PyTorch trains alike."""
+        parts = (self.model, self.make_optimizer, self.script, self.batches, self.prepare, self.optimizer_state)
+        buffers = self.options.get("broadcast_buffers", False)
+        return (*map(id, parts), self.num_steps, self.loss_fn, buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,39 +158,183 @@ class Result:
 
 def check_parity(
     pool: RankPool,
-    case: Case,
+    cases: Mapping[str, Case],
     size: int = 2,
-    tolerance: Tolerance = TOLERANCES["exact"],
     ddp: bool = False,
-    run_dear: Callable[..., Result] | None = None,
-) -> list[Result]:
-    """Runs the case under dear on `size` ranks; every rank must come to what plain PyTorch (or DDP) comes to.
+    run_dear: Callable[[Case], Result] | None = None,
+) -> dict[str, list[Result]]:
+    """Runs every case under dear on `size` ranks; every rank must come to what plain PyTorch (or DDP) comes to.
 
-    Parameters are bit-identical on all ranks, whatever the tolerance. Returns dear's results by rank.
+    Parameters are bit-identical on all ranks, whatever the tolerance. Returns dear's results by case and rank. Raises
+    one AssertionError that names every case that went wrong.
     """
     __tracebackhide__ = True
-    case = case.resolved(size)
-    run = run_dear or run_under_dear
-    got: list[Result] = pool.run(run, case, size=size, deterministic=case.deterministic, group_timeout_s=15)
-    if ddp:
-        expected: list[Result] = pool.run(run_under_ddp, case, size=size, init=False, ddp=True)
-    else:
-        expected = run_plainly(case)
-    assert_same_on_all_ranks([(r.parameters, r.notes, r.optimizer_state) for r in got])
-    for r in range(size):
-        compare(got[r], expected[r], case, tolerance, f"rank {r} of {size}")
-    return got
+    trained = train(pool, cases, size, ddp, run_dear)
+    problems = []
+    for name, each in trained.items():
+        try:
+            check_ranks(each, cases[name], size)
+        except AssertionError as error:
+            problems.append(f"case '{name}' on {size} ranks: {error}")
+    assert not problems, f"{len(problems)} of {len(cases)} cases differ\n" + "\n".join(problems)
+    return {name: each.got for name, each in trained.items()}
 
 
-def compare(got: Result, expected: Result, case: Case, tolerance: Tolerance, name: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One case: what dear's ranks came to, and what they should have come to."""
+
+    got: list[Result]
+    expected: list[Result]
+
+
+def train(
+    pool: RankPool,
+    cases: Mapping[str, Case],
+    size: int = 2,
+    ddp: bool = False,
+    run_dear: Callable[[Case], Result] | None = None,
+) -> dict[str, Trained]:
+    """Runs every case both ways and compares nothing. The message of what ranks raise names the case."""
     __tracebackhide__ = True
-    if not case.compare_optimizer_state:
-        got, expected = replace(got, optimizer_state={}), replace(expected, optimizer_state={})
+    assert cases, "no cases"
+    trained: dict[str, Trained] = {}
+    for deterministic in (False, True):
+        chosen = {name: case for name, case in cases.items() if case.deterministic == deterministic}
+        if not chosen:
+            continue
+        by_rank = run_all(pool, chosen, size, deterministic, ddp, run_dear or run_under_dear)
+        references: dict[tuple[Any, ...], list[Result]] = {}
+        resolve = _Resolver(size)
+        for name, case in chosen.items():
+            if ddp:
+                expected = [ranks[name][1] for ranks in by_rank]
+            else:
+                case = resolve(case)
+                if case.reference_key not in references:
+                    references[case.reference_key] = run_plainly(case)
+                expected = references[case.reference_key]
+            trained[name] = Trained([ranks[name][0] for ranks in by_rank], expected)
+    return {name: trained[name] for name in cases}
+
+
+def run_all(
+    pool: RankPool,
+    cases: Mapping[str, Case],
+    size: int,
+    deterministic: bool = False,
+    ddp: bool = False,
+    run_dear: Callable[[Case], Any] | None = None,
+    torch_groups: bool = False,
+) -> list[dict[str, tuple[Any, Any]]]:
+    """By rank and case, what dear came to and (with `ddp`) what DistributedDataParallel came to.
+
+    A case that raises is left out of a second run, so that one bug does not hide another.
+    """
+    __tracebackhide__ = True
+    left, problems = dict(cases), []
+    while True:
+        payload = dumps((left, run_dear or run_under_dear))
+        timeout_s = 30.0 + 2 * len(left)
+        try:
+            by_rank = pool.run(
+                _run_cases,
+                payload,
+                ddp,
+                size=size,
+                ddp=ddp or torch_groups,
+                deterministic=deterministic,
+                group_timeout_s=15,
+                timeout_s=timeout_s,
+            )
+        except RankError as error:
+            said = [outcome.message for outcome in error.outcomes if isinstance(outcome, Outcome)]
+            found = re.match("case '(.*)' on", said[0]) if said else None
+            if found is None or found[1] not in left or len(problems) == 4:
+                raise
+            problems.append(str(error))
+            del left[found[1]]
+            if left:
+                continue
+            by_rank = []
+        assert not problems, "\n".join(problems)
+        return [pickle.loads(packed) for packed in by_rank]
+
+
+def _run_cases(payload: bytes, ddp: bool) -> bytes:
+    cases, run_dear = loads(payload)
+    results: dict[str, tuple[Any, Any]] = {}
+    references: dict[tuple[Any, ...], Result] = {}
+    resolve = _Resolver(size=int(dear.size()))
+    for name, case in cases.items():
+        print(f"case '{name}'")  # a run that hangs shows what its ranks printed
+        try:
+            case = resolve(case)
+            got = run_dear(case)
+            if ddp and case.reference_key not in references:
+                references[case.reference_key] = run_under_ddp(case)
+        except Exception as error:
+            raise RuntimeError(
+                f"case '{name}' on rank {dear.rank()} of {dear.size()}: {type(error).__name__}: {error}"
+            ) from error
+        results[name] = got, references.get(case.reference_key)
+    return _pack(results)
+
+
+class _Resolver:
+    """Cases of the same model and length get the same batches, made once."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._made: dict[tuple[int, int], Case] = {}
+
+    def __call__(self, case: Case) -> Case:
+        if case.batches is not None:
+            return case.resolved(self._size)
+        key = (id(case.model), case.num_steps)
+        if key not in self._made:
+            self._made[key] = case.resolved(self._size)
+        return replace(case, batches=self._made[key].batches, loss_fn=self._made[key].loss_fn)
+
+
+class _TensorPickler(pickle.Pickler):
+    """Small tensors by value, 20 times as fast as torch.save."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            tensor = obj.detach().contiguous()
+            return _unpack_tensor, (bytes(tensor.view(-1).view(torch.uint8).numpy()), tensor.dtype, tensor.shape)
+        return NotImplemented
+
+
+def _unpack_tensor(content: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+def _pack(obj: Any) -> bytes:
+    stream = io.BytesIO()
+    _TensorPickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return stream.getvalue()
+
+
+def check_ranks(trained: Trained, case: Case, size: int) -> None:
+    """All ranks alike, and each one as its reference."""
+    __tracebackhide__ = True
+    assert len(trained.got) == len(trained.expected) == size
+    assert_same_on_all_ranks([(r.parameters, r.notes, r.optimizer_state) for r in trained.got])
+    for r in range(size):
+        compare(trained.got[r], trained.expected[r], case, f"rank {r} of {size}")
+
+
+def compare(got: Result, expected: Result, case: Case, name: str) -> None:
+    __tracebackhide__ = True
     names = (name, "plain PyTorch")
-    if tolerance == TOLERANCES["exact"]:
+    if case.tolerance == "exact":
         assert_bit_equal(got, expected, names)
     else:
-        assert_close(got, expected, tolerance, names)
+        assert_close(got, expected, TOLERANCES[case.tolerance], names)
 
 
 # ---------------------------------------------------------------------------------------------------- the three ways
@@ -195,7 +361,9 @@ def run_under_ddp(case: Case) -> Result:
 def run_under_dear(case: Case) -> Result:
     trainer = DearTrainer(case)
     case.script(trainer)
-    return trainer.result()
+    result = trainer.result()
+    trainer.optimizer.close()
+    return result
 
 
 class _OneRank:
@@ -205,7 +373,7 @@ class _OneRank:
 
     def __init__(self, case: Case) -> None:
         assert case.batches is not None
-        self.model = copy.deepcopy(case.model)
+        self.model = copy.deepcopy(case.model) if case.model_of is None else case.model_of(rank())
         self.original = case.make_optimizer(self.model)
         self.prepared = case.prepare(self.model, self.original) if case.prepare is not None else None
         self.batches = case.batches[rank() % len(case.batches)]
@@ -215,7 +383,11 @@ class _OneRank:
         self.notes: list[Any] = []
         self.forward: nn.Module = self.model
 
-    def backward(self, index: int, scale: Callable[[Tensor], Tensor] | None = None) -> None:
+    def backward(
+        self, index: int, scale: Callable[[Tensor], Tensor] | None = None, not_on: Collection[int] = ()
+    ) -> None:
+        if rank() in not_on:
+            return
         loss = self.loss_fn(self.forward, self.batches[index])
         (loss if scale is None else scale(loss)).backward()
         self.losses.append(loss.detach().clone())
@@ -271,7 +443,11 @@ class DdpTrainer(_OneRank):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.optimizer = self.original
-        self.ddp = nn.parallel.DistributedDataParallel(self.model, broadcast_buffers=False)
+        with warnings.catch_warnings():  # newer versions of torch have another name for it
+            warnings.simplefilter("ignore", FutureWarning)
+            self.ddp = nn.parallel.DistributedDataParallel(
+                self.model, broadcast_buffers=case.options.get("broadcast_buffers", False)
+            )
         self.forward = self.ddp
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -313,9 +489,13 @@ class PlainTrainer:
         self.notes: list[Any] = []
         self._local: list[Tensor | None] | None = None  # the first replica's own gradients while it holds the averages
 
-    def backward(self, index: int, scale: Callable[[Tensor], Tensor] | None = None) -> None:
+    def backward(
+        self, index: int, scale: Callable[[Tensor], Tensor] | None = None, not_on: Collection[int] = ()
+    ) -> None:
         self._restore()
-        for replica, batches, losses in zip(self.replicas, self.batches, self.losses, strict=True):
+        for r, (replica, batches, losses) in enumerate(zip(self.replicas, self.batches, self.losses, strict=True)):
+            if r in not_on:
+                continue
             loss = self.loss_fn(replica, batches[index])
             (loss if scale is None else scale(loss)).backward()
             losses.append(loss.detach().clone())
@@ -399,10 +579,15 @@ __all__ = [
     "Case",
     "DearTrainer",
     "Result",
+    "Trained",
     "Trainer",
+    "breadth",
     "check_parity",
+    "check_ranks",
     "compare",
     "plain_steps",
+    "run_all",
     "run_plainly",
     "run_under_dear",
+    "train",
 ]
