@@ -39,6 +39,7 @@ __all__ = ["Engine", "Options"]
 # Below this, handing work from thread to thread costs more than overlapping it gains: `python -m bench overhead`.
 ONE_WORKER_BYTES = 4 * 1024 * 1024
 
+_hidden_from: list[Any] = []  # dynamo, once it has been told; telling it again makes it slower each time
 _owners: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # id of a parameter -> its engine
 
 
@@ -347,7 +348,8 @@ def _end(streams: Streams, communicator: Communicator) -> None:
 def _hide_from_dynamo() -> None:
     """Compiled training loops call our hooks and `step`, but never trace into them."""
     trace_rules = sys.modules.get("torch._dynamo.trace_rules")  # there whenever somebody may compile
-    if trace_rules is not None:
+    if trace_rules is not None and not _hidden_from:
+        _hidden_from.append(trace_rules)
         for package in ("dear", "dearcore", "dear_kernels"):
             trace_rules.add(package)
 

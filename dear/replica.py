@@ -10,6 +10,7 @@ import torch
 
 from dearcore.bucket import BucketRuntime, FlatPool
 from dearcore.communicator import Communicator
+from dearcore.errors import ScheduleError
 from dearcore.layout import Plan
 from dearcore.schedule import Op, OpKind, Schedule
 from dearcore.shard import OwnedSegment
@@ -62,6 +63,7 @@ class Replica:
     scheduler: Scheduler = field(init=False)
     reduced: set[int] = field(init=False, default_factory=set)  # buckets reduced since somebody cleared this
     late_buckets: set[int] = field(init=False, default_factory=set)  # of the last agreement, once it is reached
+    _cleared: set[int] = field(init=False, default_factory=set)  # parameters, since the ranks last told each other
     _last_part: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,29 +100,40 @@ class Replica:
         """Reduces what came after its bucket had left, on this rank or any other.
 
         Which buckets these are is known to nobody before the ranks have told each other, so the communication stream
-        itself asks and then does what is needed; the host goes on.
+        itself asks and then does what is needed; the host goes on. The ranks also tell which averages they have
+        cleared: if one has and another has not, what is left is a mixture, which is an error.
         """
-        communication = self.streams.communication
-        mask = torch.zeros(len(self.buckets), dtype=torch.uint8)
-        mask[list(late)] = 1
+        communication, step = self.streams.communication, self.step
+        num_buckets, num_params = len(self.buckets), len(self.tracked)
+        told = torch.zeros(num_buckets + 2 * num_params, dtype=torch.uint8)
+        told[list(late)] = 1
+        told[num_buckets + num_params :] = 1  # not cleared
+        cleared, self._cleared = self._cleared, set()
+        for index in cleared:
+            told[num_buckets + index], told[num_buckets + num_params + index] = 1, 0
         grads = {index: self._take_gradients(self.buckets[index]) for index in late}
+        if any(tracked.whole is not None for tracked in self.tracked):  # averages that stand where others add to theirs
+            for bucket in self.buckets:
+                grads.setdefault(bucket.index, self._standing_averages(bucket))
         for bucket in self.buckets:
             communication.wait(bucket.shard_stepped)
-        step = self.step
         label = f"agreement on late gradients in step {step}"
 
         def reduce_late() -> None:
-            self.communicator.start_combine(mask, "max", InlineStream(), label)
-            self.late_buckets = set(mask.nonzero().view(-1).tolist())
-            for index in reversed(range(len(mask))):
-                if mask[index]:
-                    self.buckets[index].reduce_late(grads.pop(index, None), step)
+            self.communicator.start_combine(told, "max", InlineStream(), label)
+            both = told[num_buckets : num_buckets + num_params] & told[num_buckets + num_params :]
+            if both.any():
+                raise ScheduleError(_mixture(self.tracked[int(both.nonzero()[0])].spec.fqn))
+            self.late_buckets = set(told[:num_buckets].nonzero().view(-1).tolist())
+            for index in sorted(self.late_buckets, reverse=True):
+                self.buckets[index].reduce_late(grads.pop(index, None), step)
 
         communication.run(label, reduce_late)
         communication.record(self.late_reduced)
 
     def clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
         """Forgets averaged gradients that the user has set to None (dropped) or to zeros (zeroed)."""
+        self._cleared |= {*dropped, *zeroed}
         for index in sorted({b for param in {*dropped, *zeroed} for b in self.scheduler.buckets_of[param]}):
             self.buckets[index].start_clear(dropped, zeroed)
 
@@ -175,11 +188,16 @@ class Replica:
             for slot in bucket.layout.slots:
                 tracked = self.tracked[slot.param]
                 in_flight = tracked.in_flight
-                grads.append(in_flight.local if in_flight.local is None else tracked.in_memory_order(in_flight.local))
+                local = tracked.whole if tracked.holds_average() else in_flight.local
+                grads.append(None if local is None else tracked.in_memory_order(local))
                 if self._last_part[slot.param] == bucket.index:
                     in_flight.local, in_flight.zeroed, tracked.retained = None, False, True
                     tracked.param.grad = in_flight
         return grads
+
+    def _standing_averages(self, bucket: BucketRuntime) -> list[torch.Tensor | None]:
+        slots = [self.tracked[slot.param] for slot in bucket.layout.slots]
+        return [t.in_memory_order(t.whole) if t.whole is not None and t.holds_average() else None for t in slots]
 
     def _make_buckets(self) -> list[BucketRuntime]:
         mine = self.communicator.rank if self.plan.num_shards > 1 else 0
@@ -261,11 +279,17 @@ def settle_gradient(tracked: TrackedParameter) -> None:
         return
     tracked.retained = in_flight.zeroed = False
     in_flight.local = None
-    if not tracked.holds_average():  # a whole average is not reduced again: it is added to what comes
-        tracked.whole = None
-        in_flight.local = None if grad is None else local_gradient(grad)
+    tracked.whole = None
+    in_flight.local = None if grad is None else local_gradient(grad)
     if grad is not None:
         tracked.param.grad = in_flight
+
+
+def _mixture(fqn: str) -> str:
+    return (
+        f"the gradient of '{fqn}' was set to None or zeros after its reduction on some ranks and before it on others, "
+        "which no rank can undo. Call opt.zero_grad() instead of the model's: it keeps the ranks together."
+    )
 
 
 def _aligned(numel: int, dtype: torch.dtype) -> int:

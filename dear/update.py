@@ -152,11 +152,7 @@ class WholeUpdate:
                 used[segment.param] = used.get(segment.param, False) or count > 0
         for param, pieces in parts.items():
             tracked = replica.tracked[param]
-            average = tracked.whole
-            if used[param]:
-                average = tracked.view_of(torch.cat(pieces).to(tracked.spec.dtype))
-                if tracked.whole is not None:
-                    average.add_(tracked.whole)
+            average = tracked.view_of(torch.cat(pieces).to(tracked.spec.dtype)) if used[param] else None
             tracked.put_average(average)
             tracked.retained = False
         for index in replica.reduced:  # what comes later is added to the gradients that are whole already

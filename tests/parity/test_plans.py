@@ -53,12 +53,12 @@ def test_any_plan_comes_to_the_same_parameters(pool: RankPool, size: int, full: 
         )
         for model in ("conv", "wide")
         for fusion in FUSIONS
-        if full or (model, fusion) != ("wide", "0.001 MiB")
+        if full or fusion in ((FUSIONS.keys() - {"0.001 MiB"}) if model == "wide" else ("no fusion", "3 nearby layers"))
     }
     if not full and size > 2:
         cases = {name: case for name, case in cases.items() if name.startswith("wide") and "no fusion" not in name}
     elif not full:
-        cases["wide, 0.001 MiB"] = _case("wide", "0.001 MiB", num_steps=3)  # 136 buckets
+        cases["wide, 0.001 MiB"] = _case("wide", "0.001 MiB", num_steps=2)  # 136 buckets
     got = check_parity(pool, cases, size)
     assert len(got) >= 4
 
