@@ -93,7 +93,7 @@ class InFlightGradient(torch.Tensor):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise _misuse(self.fqn, "code that reads its memory")
 
-    numpy = tolist = __reduce_ex__ = __array__ = _refuse
+    numpy = tolist = data_ptr = __reduce_ex__ = __array__ = _refuse
 
 
 def _misuse(fqn: str, who: str) -> ScheduleError:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from .layout import ParamSpec, Plan, _Piece, _plan_of, _split, plan_threshold
 from .predict import predict_iteration_s
-from .profile import Link, Profile
+from .profile import Link, Profile, dear_bound_s
 from .schedule import plan_dear
 
 __all__ = ["merge_for_dear", "merged_layers", "plan_groups", "plan_partitions"]
@@ -124,6 +124,8 @@ class _Search:
     def improve(self, starts: frozenset[int]) -> frozenset[int]:
         """Tries boundaries from the first layers on, which nothing hides, until no single one helps."""
         best_s, num_trials = self.time_s(starts), 0
+        if best_s <= dear_bound_s(self._profile) * (1 + WORTH):
+            return starts
         improved = True
         while improved:
             improved = False

@@ -22,6 +22,7 @@ from .profile import Profile
 from .schedule import After, Op, OpKind, Schedule, plan_all_reduce, plan_dear
 
 __all__ = [
+    "Fusion",
     "MERGE",
     "NEEDS_TIMES",
     "PLANNERS",
@@ -41,6 +42,7 @@ MERGE = "merge"  # dear's fusion: groups chosen from latency, bandwidth and the 
 WORTH = 1e-3  # a change of plan has to be predicted to gain at least this part of the iteration
 
 Planned = tuple[Plan, Schedule]
+Fusion = float | NearbyLayers | Plan | str | None  # MiB a bucket; the only string is MERGE
 
 
 class Planner(Protocol):
@@ -165,19 +167,27 @@ def dear(
     profile: Profile,
     params: Sequence[ParamSpec] | None = None,
     *,
-    fusion: float | NearbyLayers | str | None = 25.0,
+    fusion: Fusion = 25.0,
 ) -> Planned:
-    """Reduce-scatters in the backward, all-gathers in the next forward. `fusion`: MiB, None, NearbyLayers or MERGE."""
+    """Reduce-scatters in the backward, all-gathers in the next forward.
+
+    fusion: MiB a bucket, None for a bucket a tensor, NearbyLayers, MERGE, or a Plan.
+    """
     specs, num_shards = _specs(profile, params), profile.world_size
     if fusion is None:
         plan = plan_unfused(specs, num_shards)
+    elif isinstance(fusion, Plan):
+        fusion.check_fits(specs, num_shards)
+        plan = fusion
     elif isinstance(fusion, NearbyLayers):
         plan = plan_nearby_layers(specs, num_shards, fusion.num_layers)
     elif fusion == MERGE:
         _need_times(profile, "dear with fusion 'merge'")
         plan = merge_for_dear(profile, specs)
     elif isinstance(fusion, str) or not fusion > 0:
-        raise ArgumentError(f"fusion={fusion!r}; expected MiB a bucket (> 0), None, NearbyLayers(n) or '{MERGE}'.")
+        raise ArgumentError(
+            f"fusion={fusion!r}; expected MiB a bucket (> 0), None, NearbyLayers(n), a Plan or '{MERGE}'."
+        )
     else:
         plan = plan_threshold(specs, num_shards, fusion * MIB)
     return _checked(plan, plan_dear(plan))
@@ -187,7 +197,7 @@ def dear_fill(
     profile: Profile,
     params: Sequence[ParamSpec] | None = None,
     *,
-    fusion: float | NearbyLayers | str | None = 25.0,
+    fusion: Fusion = 25.0,
 ) -> Planned:
     """As `dear`, but buckets of the last layers are stepped and gathered while the network idles in the backward.
 
@@ -195,13 +205,17 @@ def dear_fill(
     schedule is dear's.
     """
     _need_times(profile, "dear-fill")
-    plan, schedule = dear(profile, params, fusion=fusion)
+    # what is best for dear need not be best for filling, so with MERGE others are tried too
+    fusions = (MERGE, None, 2.0, 4.0, 8.0, 25.0) if fusion == MERGE else (fusion,)
+    plans = [dear(profile, params, fusion=each)[0] for each in fusions]
+    plan, schedule = plans[0], plan_dear(plans[0])
     best_s = predict_iteration_s(profile, plan, schedule) * (1 - WORTH)
-    for num_early in _counts(len(plan.buckets) - 1):
-        candidate = _fill(profile, plan, num_early)
-        time_s = predict_iteration_s(profile, plan, candidate)
-        if time_s < best_s:
-            best_s, schedule = time_s, candidate
+    for candidate in plans:
+        for num_early in _counts(len(candidate.buckets) - 1):
+            filled = _fill(profile, candidate, num_early)
+            time_s = predict_iteration_s(profile, candidate, filled)
+            if time_s < best_s:
+                best_s, plan, schedule = time_s, candidate, filled
     return _checked(plan, schedule)
 
 

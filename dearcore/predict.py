@@ -29,22 +29,16 @@ class Prediction:
 
     iteration_s: float
     exposed_s: float  # iteration_s minus that of a network that moves nothing
-    spans: tuple[Span, ...]  # of the last iteration and what it leaves to the next, counted from its forward
+    spans: tuple[Span, ...]  # of the last iteration and what it leaves to the next, counted from its start
 
 
-def predict(
-    profile: Profile,
-    plan: Plan,
-    schedule: Schedule,
-    host_s_per_tensor: float = 0.0,
-    num_spanned: int = 1,
-) -> Prediction:
-    """`host_s_per_tensor` delays the backward at each gradient. Spans are those of `num_spanned` iterations."""
-    run = _Run(profile, plan, schedule, host_s_per_tensor)
+def predict(profile: Profile, plan: Plan, schedule: Schedule, num_spanned: int = 1) -> Prediction:
+    """Spans are those of `num_spanned` iterations."""
+    run = _Run(profile, plan, schedule)
     iteration_s = run.settle()
     nothing = Link(0.0, 0.0)
     silent = replace(profile, reduce_scatter=nothing, all_gather=nothing, all_reduce=nothing)
-    silent_s = _Run(silent, plan, schedule, host_s_per_tensor).settle()
+    silent_s = _Run(silent, plan, schedule).settle()
     start_s = run.now_s
     run.spans = []
     for _ in range(num_spanned):
@@ -53,15 +47,15 @@ def predict(
     return Prediction(iteration_s, iteration_s - silent_s, tuple(spans))
 
 
-def predict_iteration_s(profile: Profile, plan: Plan, schedule: Schedule, host_s_per_tensor: float = 0.0) -> float:
+def predict_iteration_s(profile: Profile, plan: Plan, schedule: Schedule) -> float:
     """The time of one iteration in steady state."""
-    return _Run(profile, plan, schedule, host_s_per_tensor).settle()
+    return _Run(profile, plan, schedule).settle()
 
 
 class _Run:
-    def __init__(self, profile: Profile, plan: Plan, schedule: Schedule, host_s_per_tensor: float) -> None:
+    def __init__(self, profile: Profile, plan: Plan, schedule: Schedule) -> None:
         self._layers, self._ops = profile.layers, schedule.ops
-        self._host_s_per_tensor, self._host_s_per_op = host_s_per_tensor, profile.host_s_per_op
+        self._host_s_per_op = profile.host_s_per_op
         by_name: dict[str, list[int]] = {}
         for bucket in plan.buckets:
             for slot in bucket.slots:
@@ -102,7 +96,7 @@ class _Run:
         for position in reversed(range(len(self._layers))):
             layer = self._layers[position]
             self._add("backward", layer.fqn, self.now_s, layer.backward_s)
-            self.now_s += layer.backward_s + self._host_s_per_tensor
+            self.now_s += layer.backward_s
             for bucket in self._buckets_of[position]:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:

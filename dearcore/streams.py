@@ -100,60 +100,78 @@ class CpuEvent:
         return self._flag
 
 
-class CpuStream:
-    """A worker thread that runs closures in order. After a failure it runs nothing more and fails later events."""
+class _Worker:
+    """A thread that runs closures in order, until the first that fails."""
 
-    def __init__(self, name: str, trace: Trace) -> None:
-        self.name = name
-        self._trace = trace
-        self._error: BaseException | None = None
-        self._closed = False
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, name: str) -> None:
+        self.error: BaseException | None = None
+        self.closed = False
+        self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"dear-{name}", daemon=True)
         self._thread.start()
 
-    def run(self, name: str, work: Callable[[], None]) -> None:
-        self._queue.put(lambda: self._guarded(name, work))
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, CpuEvent)
-        flag = event._renew()
-        if self._closed:
-            flag.set(self._error or ScheduleError(f"the {self.name} stream is closed."))
-        self._queue.put(lambda: flag.set(self._error))
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, CpuEvent)
-        flag = event._current()
-        if not flag.is_set() or flag.error is not None:
-            self._queue.put(lambda: self._wait(flag))
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Lets the queue drain, at most `timeout_s`; a stuck worker is a daemon and dies with the process."""
-        self._closed = True
-        self._queue.put(None)
+    def close(self, timeout_s: float) -> None:
+        self.closed = True
+        self.queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (work := self.queue.get()) is not None:
             work()
             del work  # a closure must not keep tensors alive while the queue is empty
 
+
+class CpuStream:
+    """Closures in order on a worker thread. After a failure it runs nothing more and fails later events.
+
+    Streams that share a worker (`beside`) are one queue under several names.
+    """
+
+    def __init__(self, name: str, trace: Trace, beside: CpuStream | None = None) -> None:
+        self.name = name
+        self._trace = trace
+        self._worker: _Worker = _Worker(name) if beside is None else beside._worker
+
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        self._worker.queue.put(lambda: self._guarded(name, work))
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        self.set_when_reached(event._renew())
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        self.wait_flag(event._current())
+
+    def set_when_reached(self, flag: _Flag) -> None:
+        worker = self._worker
+        if worker.closed:
+            flag.set(worker.error or ScheduleError(f"the {self.name} stream is closed."))
+        worker.queue.put(lambda: flag.set(worker.error))
+
+    def wait_flag(self, flag: _Flag) -> None:
+        if not flag.is_set() or flag.error is not None:
+            self._worker.queue.put(lambda: self._wait(flag))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Lets the queue drain, at most `timeout_s`; a stuck worker is a daemon and dies with the process."""
+        self._worker.close(timeout_s)
+
     def _guarded(self, name: str, work: Callable[[], None]) -> None:
-        if self._error is None:
+        if self._worker.error is None:
             try:
                 with self._trace.span(self.name, name), torch.no_grad():
                     work()
             except BaseException as error:  # handed to whoever waits for it
-                self._error = error
+                self._worker.error = error
 
     def _wait(self, flag: _Flag) -> None:
-        if self._error is None:
+        if self._worker.error is None:
             try:
                 flag.wait()
             except BaseException as error:
-                self._error = error
+                self._worker.error = error
 
 
 class InlineStream:
@@ -224,13 +242,13 @@ class CudaWorkerStream:
         flag = event._flag = _Flag()
         cuda = event._cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._worker.run("record", lambda: cuda.record(self.cuda))
-        self._worker._queue.put(lambda: flag.set(self._worker._error))
+        self._worker.set_when_reached(flag)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
         flag, cuda = event._flag, event._cuda
         if flag is not _ALREADY_TRUE:
-            self._worker._queue.put(lambda: self._worker._wait(flag))
+            self._worker.wait_flag(flag)
             self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
 
     def wait_current(self) -> None:
@@ -250,15 +268,16 @@ class Streams:
     pack           gathers gradients while the reduce-scatter before it is still on the wire
     step           steps a shard while the buckets after it are still on the wire
 
-    With `one_worker` all three are one stream: for models so small that handing over costs more than it hides.
+    With `one_worker` all three share a thread: for models so small that handing over costs more than it hides.
     """
 
     def __init__(self, device: torch.device, trace: Trace, one_worker: bool = False) -> None:
         self.device = device
         self.trace = trace
         self.communication = self._new("communication")
-        self.pack = self.communication if one_worker else self._new("pack")
-        self.step = self.communication if one_worker else self._new("step")
+        beside = self.communication if one_worker else None
+        self.pack = self._new("pack", beside)
+        self.step = self._new("step", beside)
 
     def new_event(self) -> Event:
         return _CudaEvent() if self.device.type == "cuda" else CpuEvent()
@@ -274,10 +293,10 @@ class Streams:
             self.step.wait_current()
 
     def close(self) -> None:
-        for stream in {self.pack, self.communication, self.step}:
+        for stream in (self.pack, self.communication, self.step):
             stream.close()
 
-    def _new(self, name: str) -> CpuStream | CudaWorkerStream:
+    def _new(self, name: str, beside: CpuStream | CudaWorkerStream | None = None) -> CpuStream | CudaWorkerStream:
         if self.device.type == "cuda":
             return CudaWorkerStream(name, self.trace, self.device)
-        return CpuStream(name, self.trace)
+        return CpuStream(name, self.trace, beside if isinstance(beside, CpuStream) else None)

@@ -258,8 +258,8 @@ def test_an_event_recorded_on_a_closed_stream_does_not_block_the_host_for_ever()
 def test_work_can_close_its_own_stream() -> None:
     stream = CpuStream("suicidal", Trace())
     stream.run("close", stream.close)
-    stream._thread.join(LIMIT_S)
-    assert not stream._thread.is_alive()
+    stream._worker._thread.join(LIMIT_S)
+    assert not stream._worker._thread.is_alive()
 
 
 def test_closures_do_not_outlive_their_run(new_stream: Callable[[], CpuStream]) -> None:
