@@ -11,6 +11,7 @@ import sys
 COMMANDS = {
     "collectives": "bench.collectives",
     "overhead": "bench.overhead",
+    "simulate": "bench.simulate.cli",
 }
 
 
