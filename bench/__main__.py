@@ -11,6 +11,8 @@ import sys
 COMMANDS = {
     "collectives": "bench.collectives",
     "overhead": "bench.overhead",
+    "cluster": "bench.cluster",
+    "replay": "bench.replay",
     "simulate": "bench.simulate.cli",
 }
 

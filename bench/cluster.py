@@ -179,9 +179,9 @@ class Cluster:
         if not self.is_emulated:
             return run_ranks(fn, self.num_hosts, timeout_s=timeout_s, **kwargs)
         os.environ.update(RANK_ENV)  # spawned processes inherit it
-        make_store = functools.partial(dist.TCPStore, wait_for_workers=False)
+        limit = timedelta(seconds=timeout_s)
         store = _inside(
-            self._namespaces[0], lambda: make_store(self.address(0), 0, None, True, timedelta(seconds=timeout_s))
+            self._namespaces[0], lambda: dist.TCPStore(self.address(0), 0, None, True, limit, wait_for_workers=False)
         )
         context = multiprocessing.get_context("spawn")
         ranks: list[tuple[Any, Connection]] = []

@@ -28,7 +28,7 @@ from .bindings import Bindings
 from .doors import Doors
 from .gradients import local_gradient
 from .parameters import without_waiting
-from .planning import make_plan, make_schedule
+from .planning import make_plan_and_schedule
 from .replica import Numerics, Replica, settle_gradient
 from .stats import WaitLog
 from .tracked import TrackedParameter, track
@@ -235,10 +235,12 @@ class Engine:
         """Lays out the parameters for a plan over `forward_order` and makes what runs it."""
         options = self.options
         specs = [self.tracked[index].spec for index in forward_order]
-        plan = make_plan(options.fusion, specs, self.communicator.size if options.sharded else 1)
+        plan, schedule = make_plan_and_schedule(
+            options.schedule, options.fusion, specs, self.communicator.size, options.sharded
+        )
         replica = Replica(
             plan,
-            make_schedule(options.schedule, plan, options.sharded),
+            schedule,
             self.tracked,
             self.communicator,
             self.streams,

@@ -28,7 +28,6 @@ __all__ = [
     "PLANNERS",
     "Planner",
     "bytescheduler",
-    "check_schedule",
     "ddp",
     "dear",
     "dear_fill",
@@ -231,56 +230,6 @@ PLANNERS: Mapping[str, Planner] = {
 NEEDS_TIMES = frozenset({"horovod", "mg-wfbp", "bytescheduler", "dear-fill"})
 
 
-def check_schedule(plan: Plan, schedule: Schedule) -> None:
-    """Raises ArgumentError with the first op, in launch order, after which an iteration could not be right.
-
-    What holds of a schedule that passes, whatever the order in which gradients arrive: every bucket is reduced once and
-    in one way; it is stepped after its reduction and gathered after its step, once each, before the next forward; all
-    reductions have been launched when the last gradient is there; all buckets are stepped by us, or none.
-    """
-    schedule.check_fits(plan)
-    reduced: dict[int, OpKind] = {}
-    stepped: set[int] = set()
-    end: Op | None = None  # the first op that waits for step()
-    for number, op in enumerate(schedule.ops):
-        who = f"schedule '{schedule.name}', op {number}: {op}"
-        if op.kind.is_reduction:
-            first = next(iter(reduced.values()), op.kind)
-            if op.kind is not first:
-                raise ArgumentError(f"{who} stands beside {first.value}s; expected one kind for all buckets.")
-            if op.after is not After.GRAD_READY:
-                raise ArgumentError(
-                    f"{who} waits for '{op.after.value}'; expected '{After.GRAD_READY.value}': a gradient has to be "
-                    "there before it is reduced."
-                )
-            if end is not None:
-                raise ArgumentError(
-                    f"{who} stands behind {end}, which waits for step(); expected every reduction before it, since "
-                    "clipping and full_grad need all of them sooner."
-                )
-            reduced[op.bucket] = op.kind
-            continue
-        if op.after is After.GRAD_READY:
-            raise ArgumentError(
-                f"{who} waits for gradients, which its reduction has done already; expected '{After.DONE.value}' or "
-                f"'{After.BACKWARD_END.value}'."
-            )
-        if op.kind is OpKind.STEP:
-            stepped.add(op.bucket)
-            if reduced[op.bucket] is OpKind.ALL_REDUCE and op.after is After.DONE and end is None:
-                raise ArgumentError(
-                    f"{who} would step inside the backward without anything to gather; expected "
-                    f"'{After.BACKWARD_END.value}'."
-                )
-        if op.after is After.BACKWARD_END and end is None:
-            end = op
-    if stepped and len(stepped) < len(plan.buckets):
-        left = min(set(range(len(plan.buckets))) - stepped)
-        raise ArgumentError(
-            f"schedule '{schedule.name}' steps bucket {min(stepped)} but not bucket {left}; expected all or none."
-        )
-
-
 def _specs(profile: Profile, params: Sequence[ParamSpec] | None) -> list[ParamSpec]:
     return profile.specs() if params is None else profile.order(params)
 
@@ -295,7 +244,7 @@ def _reduced_whole(plan: Plan, name: str) -> Planned:
 
 
 def _checked(plan: Plan, schedule: Schedule) -> Planned:
-    check_schedule(plan, schedule)
+    schedule.check_fits(plan)
     return plan, schedule
 
 

@@ -55,10 +55,28 @@ class Schedule:
         lines = [f"{op.kind.value:15s} bucket {op.bucket:<4d} after {op.after.value}" for op in self.ops]
         return "\n".join([f"schedule: {self.name}, {len(self.ops)} ops", *lines])
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if a step is launched before `optimizer.step()` is called, with the options of that moment."""
+        for op in self.ops:
+            if op.after is After.BACKWARD_END:
+                return False
+            if op.kind is OpKind.STEP:
+                return True
+        return False
+
     def check_fits(self, plan: Plan) -> None:
-        """Raises ArgumentError unless each bucket is reduced once, then stepped once, then gathered if sharded."""
+        """Raises ArgumentError unless one iteration of `plan` would be right, in whatever order gradients arrive.
+
+        What holds of a schedule that passes: every bucket is reduced once and in one way, stepped after its reduction
+        and gathered after its step, once each, before the next forward; all reductions have been launched when the last
+        gradient is there; all buckets are stepped by us, or none.
+        """
+        kinds: dict[int, list[OpKind]] = {}
+        for op in self.ops:
+            kinds.setdefault(op.bucket, []).append(op.kind)
         for bucket in plan.buckets:
-            got = [op.kind for op in self.ops if op.bucket == bucket.index]
+            got = kinds.get(bucket.index, [])
             if got not in _LEGAL:
                 found = ", ".join(kind.value for kind in got) or "nothing"
                 raise ArgumentError(
@@ -70,9 +88,53 @@ class Schedule:
                     f"schedule '{self.name}' reduces bucket {bucket.index} whole, but the plan cuts it into "
                     f"{plan.num_shards} shards. Make the plan for one shard."
                 )
-        extra = {op.bucket for op in self.ops} - {bucket.index for bucket in plan.buckets}
+        extra = kinds.keys() - {bucket.index for bucket in plan.buckets}
         if extra:
             raise ArgumentError(f"schedule '{self.name}' names bucket {min(extra)}; the plan has {len(plan.buckets)}.")
+        self._check_order(plan)
+
+    def _check_order(self, plan: Plan) -> None:
+        """Raises ArgumentError with the first op, in launch order, after which an iteration could not be right."""
+        reduced: dict[int, OpKind] = {}
+        stepped: set[int] = set()
+        end: Op | None = None  # the first op that waits for step()
+        for number, op in enumerate(self.ops):
+            who = f"schedule '{self.name}', op {number}: {op}"
+            if op.kind.is_reduction:
+                first = next(iter(reduced.values()), op.kind)
+                if op.kind is not first:
+                    raise ArgumentError(f"{who} stands beside {first.value}s; expected one kind for all buckets.")
+                if op.after is not After.GRAD_READY:
+                    raise ArgumentError(
+                        f"{who} waits for '{op.after.value}'; expected '{After.GRAD_READY.value}': a gradient has to "
+                        "be there before it is reduced."
+                    )
+                if end is not None:
+                    raise ArgumentError(
+                        f"{who} stands behind {end}, which waits for step(); expected every reduction before it, since "
+                        "clipping and full_grad need all of them sooner."
+                    )
+                reduced[op.bucket] = op.kind
+                continue
+            if op.after is After.GRAD_READY:
+                raise ArgumentError(
+                    f"{who} waits for gradients, which its reduction has done already; expected '{After.DONE.value}' "
+                    f"or '{After.BACKWARD_END.value}'."
+                )
+            if op.kind is OpKind.STEP:
+                stepped.add(op.bucket)
+                if reduced[op.bucket] is OpKind.ALL_REDUCE and op.after is After.DONE and end is None:
+                    raise ArgumentError(
+                        f"{who} would step inside the backward without anything to gather; expected "
+                        f"'{After.BACKWARD_END.value}'."
+                    )
+            if op.after is After.BACKWARD_END and end is None:
+                end = op
+        if stepped and len(stepped) < len(plan.buckets):
+            left = min(set(range(len(plan.buckets))) - stepped)
+            raise ArgumentError(
+                f"schedule '{self.name}' steps bucket {min(stepped)} but not bucket {left}; expected all or none."
+            )
 
 
 _LEGAL = (

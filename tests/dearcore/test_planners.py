@@ -21,7 +21,7 @@ from dearcore import planners
 from dearcore.errors import ArgumentError
 from dearcore.layout import NearbyLayers, ParamSpec, Plan, plan_threshold
 from dearcore.merging import merge_for_dear, merged_layers, plan_groups
-from dearcore.planners import MERGE, NEEDS_TIMES, PLANNERS, check_schedule
+from dearcore.planners import MERGE, NEEDS_TIMES, PLANNERS
 from dearcore.predict import predict, predict_iteration_s
 from dearcore.profile import LayerTime, Link, Profile, dear_bound_s, dear_fill_bound_s, wfbp_bound_s
 from dearcore.schedule import After, Op, OpKind, Schedule, plan_all_reduce, plan_dear
@@ -248,7 +248,7 @@ def test_dear_fill_is_never_worse_and_delays_no_last_reduction(profile: Profile)
 def test_every_planner_places_everything_and_respects_its_bound(name: str, profile: Profile) -> None:
     plan, schedule = PLANNERS[name](profile)
     plan.check_fits(profile.specs(), profile.world_size if name.startswith("dear") else 1)
-    check_schedule(plan, schedule)
+    schedule.check_fits(plan)
     bound = {"bytescheduler": dear_fill_bound_s, "dear": dear_bound_s, "dear-fill": dear_fill_bound_s}
     iteration_s = predict_iteration_s(profile, plan, schedule)
     assert iteration_s >= bound.get(name, wfbp_bound_s)(profile) * (1 - 1e-6)
@@ -360,7 +360,7 @@ def test_what_the_checker_lets_pass_runs_right(num_buckets: int, kind: str, data
                 changed.append(changed[position])
     candidate = Schedule("changed", tuple(changed))
     try:
-        check_schedule(plan, candidate)
+        candidate.check_fits(plan)
     except ArgumentError:
         assert candidate != schedule
     else:
@@ -396,7 +396,7 @@ def test_the_checker_names_the_first_violation() -> None:
         ),
     ):
         with pytest.raises(ArgumentError, match=match):
-            check_schedule(on, Schedule("broken", tuple(broken)))
+            Schedule("broken", tuple(broken)).check_fits(on)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
