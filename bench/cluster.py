@@ -39,7 +39,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, _collect, _die_with, run_ranks
+from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, collect, die_with, run_ranks
 
 __all__ = [
     "Cluster",
@@ -194,7 +194,7 @@ class Cluster:
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
-            return _collect(ranks, time.monotonic() + timeout_s, timeout_s)
+            return collect(ranks, time.monotonic() + timeout_s, timeout_s)
         finally:
             for process, _ in ranks:
                 if process.is_alive():
@@ -437,7 +437,7 @@ def _rank_on_host(
     pipe: Connection,
     launcher_pid: int,
 ) -> None:
-    _die_with(launcher_pid)
+    die_with(launcher_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears it and ends its ranks
     namespace, address, port = where
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["RankError", "World", "run_ranks"]
+__all__ = ["RankError", "World", "collect", "die_with", "run_ranks"]
 
 HOST = "127.0.0.1"
 # Ranks share the cores, so one thread each. A container's own host name may resolve to anything, so gloo gets loopback.
@@ -72,7 +72,7 @@ def run_ranks(fn: Callable[..., Any], size: int, /, *, timeout_s: float, **kwarg
             process.start()
             theirs.close()
             ranks.append((process, ours))
-        return _collect(ranks, time.monotonic() + timeout_s, timeout_s)
+        return collect(ranks, time.monotonic() + timeout_s, timeout_s)
     finally:
         for process, _ in ranks:
             if process.is_alive():
@@ -82,7 +82,7 @@ def run_ranks(fn: Callable[..., Any], size: int, /, *, timeout_s: float, **kwarg
             pipe.close()
 
 
-def _collect(ranks: list[tuple[Any, Connection]], deadline_s: float, timeout_s: float) -> list[Any]:
+def collect(ranks: list[tuple[Any, Connection]], deadline_s: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     pending = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     while pending:
@@ -116,7 +116,7 @@ def _rank_main(
     pipe: Connection,
     launcher_pid: int,
 ) -> None:
-    _die_with(launcher_pid)
+    die_with(launcher_pid)
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     warnings.simplefilter("ignore", FutureWarning)  # new names of torch's collectives, which its older versions lack
@@ -131,7 +131,7 @@ def _rank_main(
     pipe.close()
 
 
-def _die_with(launcher_pid: int) -> None:
+def die_with(launcher_pid: int) -> None:
     """The kernel ends this process when the launcher ends, however that comes about."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
