@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import multiprocessing
 import os
 import re
 import shutil
@@ -39,7 +38,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, collect, die_with, run_ranks
+from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, die_with, run_processes, run_ranks
 
 __all__ = [
     "Cluster",
@@ -183,25 +182,24 @@ class Cluster:
         store = _inside(
             self._namespaces[0], lambda: dist.TCPStore(self.address(0), 0, None, True, limit, wait_for_workers=False)
         )
-        context = multiprocessing.get_context("spawn")
-        ranks: list[tuple[Any, Connection]] = []
-        try:
-            for rank in range(self.num_hosts):
-                ours, theirs = context.Pipe(duplex=False)
-                where = (self._namespaces[rank], self.address(0), store.port)
-                args = (where, fn, rank, self.num_hosts, timeout_s, kwargs, theirs, os.getpid())
-                process = context.Process(target=_rank_on_host, args=args, daemon=True)
-                process.start()
-                theirs.close()
-                ranks.append((process, ours))
-            return collect(ranks, time.monotonic() + timeout_s, timeout_s)
-        finally:
-            for process, _ in ranks:
-                if process.is_alive():
-                    process.kill()
-            for process, pipe in ranks:
-                process.join(10)
-                pipe.close()
+        wheres = [(namespace, self.address(0), store.port) for namespace in self._namespaces[: self.num_hosts]]
+        return run_processes(
+            _rank_on_host,
+            [
+                lambda pipe, rank=rank, where=where: (  # type: ignore[misc]
+                    where,
+                    fn,
+                    rank,
+                    self.num_hosts,
+                    timeout_s,
+                    kwargs,
+                    pipe,
+                    os.getpid(),
+                )
+                for rank, where in enumerate(wheres)
+            ],
+            timeout_s,
+        )
 
     def run_command(self, command: Sequence[str], timeout_s: float) -> int:
         """Starts `command` on every host with torchrun's variables; returns the first status that is not 0.

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["RankError", "World", "collect", "die_with", "run_ranks"]
+__all__ = ["RankError", "World", "die_with", "run_processes", "run_ranks"]
 
 HOST = "127.0.0.1"
 # Ranks share the cores, so one thread each. A container's own host name may resolve to anything, so gloo gets loopback.
@@ -59,20 +59,34 @@ def run_ranks(fn: Callable[..., Any], size: int, /, *, timeout_s: float, **kwarg
     """
     os.environ.update(RANK_ENV)  # spawned processes inherit it, and the store in this one asks for names as well
     store = dist.TCPStore(HOST, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    return run_processes(
+        _rank_main,
+        [
+            lambda pipe, rank=rank: (fn, rank, size, store.port, timeout_s, kwargs, pipe, os.getpid())  # type: ignore[misc]
+            for rank in range(size)
+        ],
+        timeout_s,
+    )
+
+
+def run_processes(
+    target: Callable[..., None], arguments: Sequence[Callable[[Connection], tuple[Any, ...]]], timeout_s: float
+) -> list[Any]:
+    """Runs `target(*arguments[r](pipe))` in process r for each r and returns what they send, by rank.
+
+    Raises:
+        RankError: a process failed or `timeout_s` has passed. None is left behind.
+    """
     context = multiprocessing.get_context("spawn")
     ranks: list[tuple[Any, Connection]] = []
     try:
-        for rank in range(size):
+        for of_pipe in arguments:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(fn, rank, size, store.port, timeout_s, kwargs, theirs, os.getpid()),
-                daemon=True,
-            )
+            process = context.Process(target=target, args=of_pipe(theirs), daemon=True)
             process.start()
             theirs.close()
             ranks.append((process, ours))
-        return collect(ranks, time.monotonic() + timeout_s, timeout_s)
+        return _collect(ranks, time.monotonic() + timeout_s, timeout_s)
     finally:
         for process, _ in ranks:
             if process.is_alive():
@@ -82,7 +96,7 @@ def run_ranks(fn: Callable[..., Any], size: int, /, *, timeout_s: float, **kwarg
             pipe.close()
 
 
-def collect(ranks: list[tuple[Any, Connection]], deadline_s: float, timeout_s: float) -> list[Any]:
+def _collect(ranks: list[tuple[Any, Connection]], deadline_s: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     pending = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     while pending:

@@ -66,7 +66,7 @@ class Pair:
     def backward(self, seed: int = 0) -> None:
         self.both(lambda m, o: m(x(seed)).square().sum().backward())
 
-    def step_and_compare(self) -> None:
+    def check_step(self) -> None:
         self.both(lambda m, o: (o.step(), o.zero_grad()))
         self.compare()
 
@@ -83,7 +83,7 @@ def test_gradients_are_in_flight_from_backward_to_zero_grad(pair: Pair) -> None:
     assert [(g.shape, g.dtype, g.device) for g in grads] == [
         (p.shape, p.dtype, p.device) for p in pair.model.parameters()
     ]
-    pair.step_and_compare()
+    pair.check_step()
     assert all(p.grad is None for p in pair.model.parameters())
     pair.backward()
     assert all(p.grad is grad for p, grad in zip(pair.model.parameters(), grads, strict=True)), "made anew each time"
@@ -152,7 +152,7 @@ def test_every_use_names_the_parameter_and_the_way_out(pair: Pair, use: str) -> 
     for call in ("clip_grad_norm_", "clip_grad_value_", "full_grad"):
         assert call in text
     assert_bit_equal(param.detach(), before)
-    pair.step_and_compare()  # and nothing is broken by it
+    pair.check_step()  # and nothing is broken by it
 
 
 def test_repr_does_not_raise_and_says_what_to_do(pair: Pair) -> None:
@@ -194,9 +194,9 @@ def test_zero_grad_before_the_step_forgets_the_gradient(pair: Pair, by: str, set
                     p.grad.zero_()
 
     pair.both(zero)
-    pair.step_and_compare()  # with zeros: weight decay and momentum; with None: nothing
+    pair.check_step()  # with zeros: weight decay and momentum; with None: nothing
     pair.backward(2)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -204,25 +204,25 @@ def test_zero_grad_then_another_backward(pair: Pair, set_to_none: bool) -> None:
     for seed in (1, 2):
         pair.both(lambda m, o: o.zero_grad(set_to_none=set_to_none))
         pair.backward(seed)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_zero_grad_of_one_parameter(pair: Pair) -> None:
     pair.backward()
     pair.both(lambda m, o: setattr(m.fc.bias, "grad", None))
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_zero_grad_of_one_parameter_to_zeros(pair: Pair) -> None:
     pair.backward()
     pair.both(lambda m, o: m.fc.bias.grad.zero_())
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_autograd_accumulates_into_it(pair: Pair) -> None:
     for seed in range(2):
         pair.backward(seed)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_later_gradients_are_summed_before_they_are_added_to_the_first(pair: Pair) -> None:
@@ -238,7 +238,7 @@ def test_gradients_kept_over_a_step_are_added_to(pair: Pair) -> None:
     pair.both(lambda m, o: o.step())  # no zero_grad
     pair.compare()
     pair.backward(2)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_a_graph_backwarded_twice(pair: Pair) -> None:
@@ -248,13 +248,13 @@ def test_a_graph_backwarded_twice(pair: Pair) -> None:
         loss.backward()
 
     pair.both(twice)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_backward_for_some_inputs_only(pair: Pair) -> None:
     pair.both(lambda m, o: m(x()).sum().backward(inputs=[m.scale]))
     assert pair.model.fc.weight.grad is None
-    pair.step_and_compare()
+    pair.check_step()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
@@ -273,13 +273,13 @@ def test_a_gradient_penalty(pair: Pair) -> None:
         (loss + sum(g.square().sum() for g in grads)).backward()
 
     pair.both(penalised)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_an_assigned_gradient_replaces_the_local_one(pair: Pair) -> None:
     pair.backward()
     pair.both(lambda m, o: setattr(m.fc.weight, "grad", torch.full((2, 3), 0.25)))
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_gradients_assigned_without_a_backward(pair: Pair) -> None:
@@ -288,26 +288,26 @@ def test_gradients_assigned_without_a_backward(pair: Pair) -> None:
             p.grad = torch.full_like(p, 0.5)
 
     pair.both(assign)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_an_assigned_gradient_and_a_backward_on_top(pair: Pair) -> None:
     pair.both(lambda m, o: setattr(m.fc.weight, "grad", torch.full((2, 3), 0.25)))
     pair.backward()
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_an_assigned_gradient_in_another_memory_format(pair: Pair) -> None:
     pair.backward()
     pair.both(lambda m, o: setattr(m.fc.weight, "grad", torch.arange(6.0).view(3, 2).t()))
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_noise_added_to_it_is_applied(pair: Pair) -> None:
     pair.backward()
     noise = torch.linspace(-1, 1, 6).view(2, 3)
     pair.both(lambda m, o: m.fc.weight.grad.add_(noise))
-    pair.step_and_compare()
+    pair.check_step()
     assert noise.tolist() == torch.linspace(-1, 1, 6).view(2, 3).tolist()
 
 
@@ -315,7 +315,7 @@ def test_noise_added_twice(pair: Pair) -> None:
     pair.backward()
     for _ in range(2):
         pair.both(lambda m, o: m.fc.weight.grad.add_(torch.full((2, 3), 0.5)))
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_noise_in_place_by_operator(pair: Pair) -> None:
@@ -325,20 +325,20 @@ def test_noise_in_place_by_operator(pair: Pair) -> None:
         m.fc.weight.grad += torch.ones(2, 3)
 
     pair.both(add)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_noise_of_another_dtype_or_shape_is_added_as_torch_would(pair: Pair) -> None:
     pair.backward()
     pair.both(lambda m, o: m.fc.weight.grad.add_(torch.full((3,), 0.5, dtype=torch.float64)))
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_full_grad_is_the_average_and_changes_nothing(pair: Pair) -> None:
     pair.backward()
     for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
         assert_bit_equal(pair.optimizer.full_grad(p), q.grad)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_a_model_is_copied_between_backward_and_step(pair: Pair) -> None:
@@ -346,7 +346,7 @@ def test_a_model_is_copied_between_backward_and_step(pair: Pair) -> None:
     twin = copy.deepcopy(pair.model)
     assert all(type(p) is nn.Parameter and p.grad is None for p in twin.parameters())
     before = {name: p.detach().clone() for name, p in twin.named_parameters()}
-    pair.step_and_compare()
+    pair.check_step()
     assert_bit_equal({name: p.detach().clone() for name, p in twin.named_parameters()}, before)
     twin(x()).sum().backward()
     assert all(type(p.grad) is Tensor for p in twin.parameters())
@@ -360,7 +360,7 @@ def test_a_model_is_saved_between_backward_and_step(pair: Pair) -> None:
     loaded = torch.load(file, weights_only=False)
     assert_bit_equal(dict(loaded.state_dict()), dict(pair.reference.state_dict()))
     assert all(p.grad is None for p in loaded.parameters())
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_a_hook_of_the_users_sees_the_local_gradient(pair: Pair) -> None:
@@ -368,17 +368,17 @@ def test_a_hook_of_the_users_sees_the_local_gradient(pair: Pair) -> None:
     pair.model.fc.weight.register_hook(lambda grad: seen.append(grad.clone()))
     pair.backward()
     assert_bit_equal(seen[0], pair.reference.fc.weight.grad)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_a_frozen_parameter_is_left_alone(pair: Pair) -> None:
     pair.both(lambda m, o: m.fc.weight.requires_grad_(False))
     pair.backward()
     assert pair.model.fc.weight.grad is None
-    pair.step_and_compare()
+    pair.check_step()
     pair.both(lambda m, o: m.fc.weight.requires_grad_(True))
     pair.backward()
-    pair.step_and_compare()
+    pair.check_step()
 
 
 def test_close_leaves_no_gradient_in_flight(pair: Pair) -> None:
@@ -394,7 +394,7 @@ def test_no_sync_leaves_plain_local_gradients(pair: Pair) -> None:
         pair.backward()
     assert all(type(p.grad) is Tensor for p in pair.model.parameters())
     pair.backward(1)
-    pair.step_and_compare()
+    pair.check_step()
 
 
 # Sparse gradients
