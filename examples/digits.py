@@ -61,7 +61,7 @@ def main() -> None:
     batches = list(shard_of_epoch(train, args.batch_size, args.seed))
     measurement = measure(model, lambda copy: make_optimizer(copy, args), args.fusion, batches, args.out)
     if dear.rank() == 0:
-        print(f"accuracy {accuracy:.3f}")
+        print(f"\naccuracy {accuracy:.3f}")  # a line of its own, also where the progress bar shares the stream
         print(measurement)
     optimizer.close()
     dear.shutdown()
