@@ -28,6 +28,8 @@ class Bindings:
         self._model, self._tracked = model, tracked
         trained = {id(t.param) for t in tracked}
         in_optimizer = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._optimizer = optimizer
+        self._groups = _groups_of(optimizer)
         self._known = {id(param) for param in model.parameters()}
         self._frozen = [
             (name, p) for name, p in model.named_parameters() if id(p) in in_optimizer and id(p) not in trained
@@ -43,6 +45,12 @@ class Bindings:
     def check(self) -> None:
         """Raises ScheduleError where the model has changed in a way that training would silently miss."""
         with without_waiting():
+            if _groups_of(self._optimizer) != self._groups:
+                raise ScheduleError(
+                    "the parameter groups have other members than when the optimizer was wrapped. Take "
+                    "state_dict(), call "
+                    "close(), and wrap again; options such as lr may change at any time."
+                )
             if self._modules_have_changed():
                 self._check_parameters()
                 self._look_at_modules()
@@ -74,8 +82,8 @@ class Bindings:
             if id(tracked.param) not in names:
                 raise ScheduleError(
                     f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or removed after "
-                    "wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Call close() and wrap "
-                    "again."
+                    "wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Take state_dict(), call "
+                    "close(), and wrap again."
                 )
         new = [name for key, name in names.items() if key not in self._known]
         if new:
@@ -96,3 +104,7 @@ class Bindings:
         with torch.no_grad():
             view.copy_(found)
         tracked.param.data = view
+
+
+def _groups_of(optimizer: optim.Optimizer) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]

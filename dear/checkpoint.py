@@ -36,7 +36,7 @@ def export_state(replica: Replica) -> dict[int, dict[str, Any]]:
         stream = replica.streams.communication
         stream.wait(bucket.shard_stepped)
         if bucket.is_sharded:
-            replica.communicator.start_gather_objects(mine, everyone, stream, f"state of bucket {bucket.index}")
+            replica.communicator.start_gather_objects(mine, everyone, stream, f"state_dict() of bucket {bucket.index}")
             replica.wait_communication()
         else:
             everyone.append(mine)
@@ -88,6 +88,14 @@ def load_into_groups(optimizer: optim.Optimizer, state_dict: Mapping[str, Any]) 
             f"the optimizer with "
             "the groups that the checkpoint was saved with."
         )
+    for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        lacks, extra = set(group) - set(saved_group) - {"param_names"}, set(saved_group) - set(group) - {"param_names"}
+        if lacks & set(optimizer.defaults) and extra - {"initial_lr"}:
+            raise ArgumentError(
+                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its groups lack "
+                f"{', '.join(sorted(lacks))} and have {', '.join(sorted(extra))}. Load the checkpoint of "
+                f"this optimizer."
+            )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = {

@@ -53,10 +53,9 @@ def allreduce(tensor: torch.Tensor, op: ReduceOp = Average) -> torch.Tensor:
     size = context.world.size
     _check_reduce(tensor, op)
     if op in (Max, Min):
-        sign = -1 if op is Min else 1
-        result = (tensor.detach() * sign).contiguous().cpu()
-        context.communicator.start_combine(result, "max", _INLINE, "allreduce")
-        return (result * sign).to(tensor.device)
+        result = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
+        context.communicator.start_combine(result, op.value, _INLINE, "allreduce")
+        return result.to(tensor.device)
     shard_numel = -(-tensor.numel() // size)
     flat = tensor.new_zeros(shard_numel * size, dtype=_sum_dtype(tensor))
     flat[: tensor.numel()] = tensor.detach().reshape(-1)

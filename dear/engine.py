@@ -68,7 +68,7 @@ class Engine:
         self.optimizer, self.options = optimizer, options
         this = weakref.ref(self)  # parameters must not keep us alive
         self.tracked = track(optimizer, model, functools.partial(_unscale, this))
-        self.closed = self.local_only = self._unscaled = False
+        self.closed = self.local_only = self._was_local = self._unscaled = False
         _check_unclaimed(self.tracked)
         self.trace = Trace()
         self.log = WaitLog(self.trace)
@@ -118,22 +118,25 @@ class Engine:
     def grad_arrived(self, index: int, param: nn.Parameter) -> None:
         """The doorbell of one parameter."""
         if self.local_only:
+            self._was_local = True
             return
         tracked = self.tracked[index]
-        if self.options.accumulate > 1:
-            self._passes[index] = passes = min(self._passes[index] + 1, 255)
-            if passes < self.options.accumulate:
-                return
+        self._unscaled = False
         grad = param.grad
         if grad is not tracked.in_flight:
             assert grad is not None
-            tracked.in_flight.local = local_gradient(grad)
+            # what no_sync() has left visible may be kept and used again by others
+            tracked.in_flight.local = local_gradient(grad).clone() if self._was_local else local_gradient(grad)
             tracked.retained, tracked.whole = False, None
             try:
                 param.grad = tracked.in_flight
             except RuntimeError:  # the parameter is not what it was when it was wrapped
                 self._bindings.check()
                 raise
+        if self.options.accumulate > 1:
+            self._passes[index] = passes = min(self._passes[index] + 1, 255)
+            if passes < self.options.accumulate:
+                return
         self.replica.scheduler.grad_ready(index)
 
     @contextlib.contextmanager
@@ -182,6 +185,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool) -> None:
         """Where gradients have arrived, reductions may be under way: every rank launches the rest, then begins anew."""
         scheduler = self.replica.scheduler
+        self._unscaled = False
         with without_waiting():
             if set_to_none:
                 self._forget_gradients()
@@ -198,12 +202,22 @@ class Engine:
                     if tracked.param.grad is not None:
                         tracked.param.grad.zero_()
 
-    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """What torch's GradScaler asks of in-flight gradients; it asks once for each dtype, we answer once for all."""
+    def unscale(
+        self, found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What torch's GradScaler asks of in-flight gradients; it asks once for each dtype, we answer once for all.
+
+        `plain` are gradients that it asks for in the same breath. Ours among them are reduced first and unscaled with
+        the rest; the others are returned.
+        """
+        with without_waiting():
+            ours = {id(tracked.param.grad) for tracked in self.tracked}
+        others = [grad for grad in plain if id(grad) not in ours]
         if not self._unscaled:
-            self._unscaled = True
             self.finish_gradients()
+            self._unscaled = True
             self.update.unscale(found_inf, inv_scale)
+        return others
 
     def _forget_gradients(self) -> None:
         for tracked in self.tracked:
@@ -211,7 +225,7 @@ class Engine:
             tracked.in_flight.local = None
 
     def _forget_passes(self) -> None:
-        self._unscaled = False
+        self._unscaled = self._was_local = False
         if self.options.accumulate > 1:
             self._passes[:] = bytes(len(self._passes))
 
@@ -245,7 +259,7 @@ class Engine:
             self.communicator,
             self.streams,
             self._doors,
-            Numerics(options.reduce_dtype, options.master_dtype),
+            Numerics(options.reduce_dtype, options.master_dtype if options.sharded else None),
             self.log.waited,
             observing,
         )
@@ -282,7 +296,7 @@ class Engine:
                 self.communicator.start_broadcast(copy, 0, self.streams.communication, label)
             self._wait_communication()
             for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.detach().copy_(copy)
+                tensor.data.copy_(copy)  # not a change that a graph of an earlier forward should see
 
     def _gather_objects(self, mine: Any) -> list[Any]:
         gathered: list[Any] = []
@@ -321,10 +335,11 @@ def _ring(this: weakref.ref[Engine], index: int, param: nn.Parameter) -> None:
         engine.grad_arrived(index, param)
 
 
-def _unscale(this: weakref.ref[Engine], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+def _unscale(
+    this: weakref.ref[Engine], found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]
+) -> list[torch.Tensor]:
     engine = this()
-    if engine is not None:
-        engine.unscale(found_inf, inv_scale)
+    return plain if engine is None else engine.unscale(found_inf, inv_scale, plain)
 
 
 def _broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> None:

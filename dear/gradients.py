@@ -14,9 +14,12 @@ import torch
 
 from dearcore.errors import ScheduleError
 
-__all__ = ["InFlightGradient", "local_gradient"]
+__all__ = ["InFlightGradient", "Unscale", "local_gradient"]
 
 _aten = torch.ops.aten
+
+# (found_inf, inv_scale, plain gradients asked for as well) -> those of them that are not ours
+Unscale = Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], list[torch.Tensor]]
 
 
 class InFlightGradient(torch.Tensor):
@@ -29,12 +32,10 @@ class InFlightGradient(torch.Tensor):
     local: torch.Tensor | None
     zeroed: bool
     fqn: str
-    _unscale: Callable[[Any, Any], None]
+    _unscale: Unscale
 
     @staticmethod
-    def __new__(
-        cls, param: torch.Tensor, fqn: str, unscale: Callable[[torch.Tensor, torch.Tensor], None]
-    ) -> InFlightGradient:
+    def __new__(cls, param: torch.Tensor, fqn: str, unscale: Unscale) -> InFlightGradient:
         self = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
@@ -42,7 +43,7 @@ class InFlightGradient(torch.Tensor):
         self.local, self.zeroed, self.fqn, self._unscale = None, False, fqn, unscale
         return self
 
-    def __init__(self, param: torch.Tensor, fqn: str, unscale: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(self, param: torch.Tensor, fqn: str, unscale: Unscale) -> None:
         pass
 
     def accumulate(self, grad: torch.Tensor) -> None:
@@ -83,9 +84,9 @@ class InFlightGradient(torch.Tensor):
             return None
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             plain = [grad for grad in args[0] if not isinstance(grad, cls)]
-            if plain:
-                func(plain, *args[1:])
-            next(grad for grad in args[0] if isinstance(grad, cls))._unscale(args[1], args[2])
+            others = next(grad for grad in args[0] if isinstance(grad, cls))._unscale(args[1], args[2], plain)
+            if others:
+                func(others, *args[1:])
             return None
         grad = _first(args, cls)
         raise _misuse(grad.fqn if grad is not None else "?", str(func))

@@ -25,6 +25,9 @@ from .tracked import TrackedParameter
 __all__ = ["Numerics", "Replica", "settle_gradient"]
 
 
+KEPT, CLEARED = 1, 2  # what a rank did with a parameter's average: added to it; forgot it after its reduction
+
+
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """dtypes of one optimizer."""
@@ -63,7 +66,7 @@ class Replica:
     scheduler: Scheduler = field(init=False)
     reduced: set[int] = field(init=False, default_factory=set)  # buckets reduced since somebody cleared this
     late_buckets: set[int] = field(init=False, default_factory=set)  # of the last agreement, once it is reached
-    _cleared: set[int] = field(init=False, default_factory=set)  # parameters, since the ranks last told each other
+    _kept_and_cleared: dict[int, int] = field(init=False, default_factory=dict)  # since the ranks last told each other
     _last_part: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,10 +110,10 @@ class Replica:
         num_buckets, num_params = len(self.buckets), len(self.tracked)
         told = torch.zeros(num_buckets + 2 * num_params, dtype=torch.uint8)
         told[list(late)] = 1
-        told[num_buckets + num_params :] = 1  # not cleared
-        cleared, self._cleared = self._cleared, set()
-        for index in cleared:
-            told[num_buckets + index], told[num_buckets + num_params + index] = 1, 0
+        told[num_buckets + num_params :] = 3  # the complement: where ranks differ, the two maxima exceed it
+        for index, code in self._kept_and_cleared.items():
+            told[num_buckets + index], told[num_buckets + num_params + index] = code, 3 - code
+        self._kept_and_cleared.clear()
         grads = {index: self._take_gradients(self.buckets[index]) for index in late}
         if any(tracked.whole is not None for tracked in self.tracked):  # averages that stand where others add to theirs
             for bucket in self.buckets:
@@ -121,9 +124,9 @@ class Replica:
 
         def reduce_late() -> None:
             self.communicator.start_combine(told, "max", InlineStream(), label)
-            both = told[num_buckets : num_buckets + num_params] & told[num_buckets + num_params :]
-            if both.any():
-                raise ScheduleError(_mixture(self.tracked[int(both.nonzero()[0])].spec.fqn))
+            differ = told[num_buckets : num_buckets + num_params] + told[num_buckets + num_params :] != 3
+            if differ.any():
+                raise ScheduleError(_mixture(self.tracked[int(differ.nonzero()[0])].spec.fqn))
             self.late_buckets = set(told[:num_buckets].nonzero().view(-1).tolist())
             for index in sorted(self.late_buckets, reverse=True):
                 self.buckets[index].reduce_late(grads.pop(index, None), step)
@@ -133,7 +136,8 @@ class Replica:
 
     def clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
         """Forgets averaged gradients that the user has set to None (dropped) or to zeros (zeroed)."""
-        self._cleared |= {*dropped, *zeroed}
+        for param in {*dropped, *zeroed}:
+            self._kept_and_cleared[param] = self._kept_and_cleared.get(param, 0) | CLEARED
         for index in sorted({b for param in {*dropped, *zeroed} for b in self.scheduler.buckets_of[param]}):
             self.buckets[index].start_clear(dropped, zeroed)
 
@@ -172,6 +176,8 @@ class Replica:
                 settle_gradient(tracked)
                 if tracked.retained:
                     add = True
+                    if not tracked.in_flight.zeroed:
+                        self._kept_and_cleared[slot.param] = KEPT
                 else:
                     dropped.add(slot.param)
                 if tracked.in_flight.zeroed:
@@ -280,15 +286,17 @@ def settle_gradient(tracked: TrackedParameter) -> None:
     tracked.retained = in_flight.zeroed = False
     in_flight.local = None
     tracked.whole = None
-    in_flight.local = None if grad is None else local_gradient(grad)
+    # a gradient that others could see may be their memory, which they are free to use again after step()
+    in_flight.local = None if grad is None else local_gradient(grad).clone()
     if grad is not None:
         tracked.param.grad = in_flight
 
 
 def _mixture(fqn: str) -> str:
     return (
-        f"the gradient of '{fqn}' was set to None or zeros after its reduction on some ranks and before it on others, "
-        "which no rank can undo. Call opt.zero_grad() instead of the model's: it keeps the ranks together."
+        f"the gradient of '{fqn}' was set to None or zeros on some ranks and not (or at another time) on "
+        f"others, which no "
+        "rank can undo. Call opt.zero_grad() on all ranks instead of the model's: it keeps them together."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from dearcore.errors import ArgumentError
 from dearcore.layout import ParamSpec, dense_strides
 
-from .gradients import InFlightGradient
+from .gradients import InFlightGradient, Unscale
 
 __all__ = ["TrackedParameter", "track"]
 
@@ -57,9 +57,7 @@ class TrackedParameter:
         return tensor if self._order is None else tensor.permute(self._order)
 
 
-def track(
-    optimizer: optim.Optimizer, model: nn.Module, unscale: Callable[[torch.Tensor, torch.Tensor], None]
-) -> list[TrackedParameter]:
+def track(optimizer: optim.Optimizer, model: nn.Module, unscale: Unscale) -> list[TrackedParameter]:
     """Every trainable parameter of the optimizer, in the order of the model's forward as far as it is known.
 
     Raises ArgumentError where a parameter cannot be trained this way; the message names it.

@@ -64,9 +64,9 @@ class ShardedUpdate:
 
         def add(bucket: BucketRuntime) -> None:
             shard = bucket.grad_shard
-            if norm_type == float("inf"):
+            if norm_type == float("inf") and shard.numel():
                 total.copy_(torch.maximum(total, shard.abs().max().to("cpu", torch.float64)))
-            else:
+            elif norm_type != float("inf"):
                 total.add_(_power_sum(shard, norm_type).to("cpu"))
 
         self._on_every_shard("norm", add)

@@ -123,7 +123,10 @@ class BucketRuntime:
             len(layout.slots),
         )
         self._late_flat: torch.Tensor | None = None
-        self._padding = _uncovered(self._table, self.wire_numel(layout, size), device)
+        self._shard_padding = _uncovered([slice(s.offset, s.offset + s.numel) for s in owned], shard_numel, device)
+        spans = [slice(s.offset, s.offset + s.numel) for s in self._table.segments]
+        flags = [slice(s.flag, s.flag + 1) for s in self._table.segments]
+        self._padding = _uncovered([*spans, *flags], self.wire_numel(layout, size), device)
         self.grads_packed = streams.new_event()  # pack -> reduce-scatter
         self.grads_reduced = streams.new_event()  # reduce-scatter -> shard step
         self.shard_stepped = streams.new_event()  # shard step -> all-gather, next reduce-scatter
@@ -262,6 +265,8 @@ class BucketRuntime:
                     self._flags[segment.flag] = 0
                 if segment.param in dropped or segment.param in zeroed:
                     self.grad_shard[segment.offset : segment.offset + segment.numel].zero_()
+            if self._shard_padding is not None:  # a factor that was not finite has spoilt it too
+                self.grad_shard.index_fill_(0, self._shard_padding, 0)
 
         self.on_reduced(f"clear[{self.index}]", clear)
 
@@ -278,12 +283,11 @@ class BucketRuntime:
         self._phase = to
 
 
-def _uncovered(table: dear_kernels.SegmentTable, numel: int, device: torch.device) -> torch.Tensor | None:
-    """Elements of a flat gradient buffer that no segment and no flag covers."""
+def _uncovered(spans: Sequence[slice], numel: int, device: torch.device) -> torch.Tensor | None:
+    """Elements of a buffer of `numel` that no span covers."""
     free = torch.ones(numel, dtype=torch.bool)
-    for segment in table.segments:
-        free[segment.offset : segment.offset + segment.numel] = False
-        free[segment.flag] = False
+    for span in spans:
+        free[span] = False
     padding = free.nonzero().view(-1)
     return padding.to(device) if padding.numel() else None
 

@@ -46,7 +46,7 @@ class Communicator(Protocol):
         """
 
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
-        """In place; `op` is "sum" or "max". For small tensors: combined in rank order on every rank."""
+        """In place; `op` is "sum", "max" or "min". For small tensors: combined in rank order on every rank."""
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         """In place: every rank holds the root's values when the stream has passed."""

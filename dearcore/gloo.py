@@ -33,6 +33,7 @@ __all__ = ["GlooCommunicator"]
 
 # 4 MiB: `python -m bench collectives --piece-mib 0.25 0.5 1 2 4`, 4 ranks, 32 MB, 2 cores, loopback.
 PIECE_BYTES = 4 * 1024 * 1024
+HINT = "Every rank calls the collective methods (step, state_dict, clip, ...) alike, on as many batches as the others."
 WINDOW = 2  # receives posted ahead of the one that is added: few, so that they stay in the cache
 BLOCK_NUMEL = 128 * 1024  # of the last addition: a block of fp32 stays in a core's second-level cache
 _SEQUENCE_BITS, _NAME_BITS = 15, 16  # of the 31 bits of a tag
@@ -114,8 +115,8 @@ class GlooCommunicator:
 
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         def work(tag: int) -> None:
-            if op == "max":
-                self._disseminate_max(tensor, tag)
+            if op != "sum":
+                self._disseminate(tensor, torch.maximum if op == "max" else torch.minimum, tag)
                 return
             flat = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
             flat[self.rank].copy_(tensor)
@@ -172,8 +173,8 @@ class GlooCommunicator:
                 work(tag)
             except RuntimeError as error:
                 self.failed = label
-                reason = str(error).strip().splitlines()[0]
-                text = f"rank {self.rank} of {self.size}: {label} failed. {self._explain()} ({reason})"
+                reason = str(error).strip().splitlines()[0].partition(" This is typically")[0]
+                text = f"rank {self.rank} of {self.size}: {label} failed. {self._explain()} {HINT} ({reason})"
                 raise CommunicatorError(text) from error
             self.doing = ""
 
@@ -236,7 +237,7 @@ class GlooCommunicator:
         for send in sends:
             send.wait()
 
-    def _disseminate_max(self, tensor: torch.Tensor, tag: int) -> None:
+    def _disseminate(self, tensor: torch.Tensor, combine: Callable[..., torch.Tensor], tag: int) -> None:
         """In round k each rank hears from the one 2^k before it: all have heard of all after log2(size) rounds."""
         heard, distance = torch.empty_like(tensor), 1
         while distance < self.size:
@@ -244,7 +245,7 @@ class GlooCommunicator:
             send = self._group.send([tensor], (self.rank + distance) % self.size, tag)
             receive.wait()
             send.wait()
-            torch.maximum(tensor, heard, out=tensor)
+            combine(tensor, heard, out=tensor)
             distance *= 2
 
     def _exchange(self, output: torch.Tensor, flat: torch.Tensor, divisor: int, tag: int) -> None:
