@@ -47,7 +47,7 @@ class DistributedOptimizer(optim.Optimizer):
         shard: "auto" by optimizer; True: gather parameters; False: gather gradients and run the optimizer's own step.
         accumulate: backward passes before gradients are averaged; the earlier ones stay local.
         reduce_dtype: dtype of gradients on the wire; None: each parameter's own.
-        master_dtype: dtype of the shards of bf16 and fp16 parameters; None keeps no masters.
+        master_dtype: dtype of the shards of bf16 and fp16 parameters; None keeps no masters. Whole gradients keep none.
         broadcast_buffers: give every rank the first rank's buffers before each training forward.
         group: ranks that train together: a torch ProcessGroup, a list of ranks, or None for all.
 
