@@ -16,23 +16,23 @@ from torch import nn
 
 from .parameters import Gate
 
-__all__ = ["Doors"]
+__all__ = ["Doors", "OwnHook"]
 
 
-class _HookDoor:
-    """A forward pre-hook. Copies and pickles of the module carry only a function that does nothing."""
+class OwnHook:
+    """A forward pre-hook of ours. Copies and pickles of the module carry only a function that does nothing."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
 
-    def __call__(self, *_: Any) -> None:
-        self._wait()
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nothing
 
-    def __reduce__(self) -> str:
-        return "nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
 
 
 class _CompiledDoor:
@@ -95,12 +95,17 @@ class Doors:
     def _hook(self, module: nn.Module, inside: Sequence[Gate]) -> Sequence[Gate]:
         if not inside or id(module) in self._handles:
             return ()
-        self._handles[id(module)] = module.register_forward_pre_hook(_HookDoor(_waiting_for(inside)), prepend=True)
+        wait = _waiting_for(inside)
+        self._handles[id(module)] = module.register_forward_pre_hook(OwnHook(lambda *_: wait()), prepend=True)
         return inside
 
 
 def nothing(*_: Any) -> None:
     """What is left of a door in a copy of a module."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return nothing
 
 
 def _behind(module: nn.Module, gates: Sequence[Gate]) -> list[Gate]:

@@ -25,7 +25,7 @@ from dearcore.trace import Trace
 from . import checkpoint
 from .agreement import check_agreement, describe
 from .bindings import Bindings
-from .doors import Doors
+from .doors import Doors, OwnHook
 from .gradients import local_gradient
 from .parameters import without_waiting
 from .planning import make_plan_and_schedule
@@ -111,7 +111,8 @@ class Engine:
             bell = functools.partial(_ring, this, index)
             self._handles.append(tracked.param.register_post_accumulate_grad_hook(bell))  # type: ignore[no-untyped-call]
         if self.options.broadcast_buffers:
-            self._handles.append(model.register_forward_pre_hook(functools.partial(_broadcast_buffers, this)))
+            hook = OwnHook(functools.partial(_broadcast_buffers, this))
+            self._handles.append(model.register_forward_pre_hook(hook))
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,6 +189,30 @@ def _two_forwards() -> float:
 def test_two_forwards_with_synchronised_buffers(pool: RankPool) -> None:
     """pytorch#22095: two forwards before one backward."""
     assert pool.run(_two_forwards, size=2) == [2.0, 2.0]
+
+
+def _copies_of_a_model_with_synchronised_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = dear.DistributedOptimizer(optim.SGD(model.parameters(), lr=0.1), model, broadcast_buffers=True)
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        if dear.rank() == 0:  # alone: a collective would wait for the other rank
+            assert duplicate(torch.randn(4, 3)).shape == (4, 3)
+    optimizer.close()
+
+
+def test_copies_and_pickles_start_no_collective(pool: RankPool) -> None:
+    assert pool.run(_copies_of_a_model_with_synchronised_buffers, size=2, group_timeout_s=5) == [None, None]
+
+
+def test_a_compiled_module_with_a_door_can_be_copied(alone: None) -> None:
+    model = torch.compile(TwoParameters(), backend="eager")
+    optimizer = dear.DistributedOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+    model().backward()
+    optimizer.step()
+    assert model._forward_pre_hooks, "the door"
+    hooks = pickle.loads(pickle.dumps(list(model._forward_pre_hooks.values())))
+    assert [hook(model, ()) for hook in hooks] == [None]
+    assert [hook(model, ()) for hook in copy.deepcopy(list(model._forward_pre_hooks.values()))] == [None]
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(alone: None) -> None:

@@ -68,9 +68,9 @@ class Pair:
 
     def check_step(self) -> None:
         self.both(lambda m, o: (o.step(), o.zero_grad()))
-        self.compare()
+        self.check()
 
-    def compare(self) -> None:
+    def check(self) -> None:
         got = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         assert_bit_equal(got, {name: p.detach().clone() for name, p in self.reference.named_parameters()})
 
@@ -236,7 +236,7 @@ def test_later_gradients_are_summed_before_they_are_added_to_the_first(pair: Pai
 def test_gradients_kept_over_a_step_are_added_to(pair: Pair) -> None:
     pair.backward(1)
     pair.both(lambda m, o: o.step())  # no zero_grad
-    pair.compare()
+    pair.check()
     pair.backward(2)
     pair.check_step()
 
@@ -263,7 +263,7 @@ def test_a_gradient_with_a_graph_is_detached(pair: Pair) -> None:
     pair.both(lambda m, o: o.step())
     for p in [*pair.reference.parameters(), *pair.model.parameters()]:
         p.grad = None
-    pair.compare()
+    pair.check()
 
 
 def test_a_gradient_penalty(pair: Pair) -> None:
