@@ -85,6 +85,17 @@ def moving_nothing() -> Iterator[None]:
         world.moves_nothing = False
 
 
+@contextlib.contextmanager
+def over_the_network() -> Iterator[None]:
+    """Optimizers built inside use sockets even between ranks of one host: to measure and test what hosts do."""
+    world = current().world
+    world.use_host_memory = False
+    try:
+        yield
+    finally:
+        world.use_host_memory = True
+
+
 def is_initialized() -> bool:
     return _context is not None
 

@@ -215,7 +215,7 @@ class Replica:
                 for b in self.plan.buckets
                 if self.numerics.wire_dtype(b.dtype) == wire
             ]
-            pools[wire] = FlatPool(max(sizes), wire, len(sizes), self.streams)
+            pools[wire] = FlatPool(max(sizes), wire, len(sizes), self.communicator, self.streams)
         buckets = []
         for layout, param_flat in zip(self.plan.buckets, storage, strict=True):
             owned = [

@@ -48,18 +48,32 @@ class FlatPool:
 
     NUM_BUFFERS = 3
 
-    def __init__(self, numel: int, dtype: torch.dtype, num_buckets: int, streams: Streams) -> None:
-        count = min(self.NUM_BUFFERS, num_buckets)
+    def __init__(
+        self, numel: int, dtype: torch.dtype, num_buckets: int, communicator: Communicator, streams: Streams
+    ) -> None:
+        # two at least where peers read them: a buffer is free when the reduction after its own has completed
+        count = min(self.NUM_BUFFERS, max(num_buckets, 2 if communicator.peers_read else 1))
         self._entries: list[tuple[torch.Tensor, Event]] = [
-            (torch.zeros(numel, dtype=dtype, device=streams.device), streams.new_event()) for _ in range(count)
+            (communicator.new_flat(numel, dtype, streams.device), streams.new_event()) for _ in range(count)
         ]
         self._next = 0
+        self._peers_read = communicator.peers_read
+        self._last_read: Event | None = None
 
     def take(self) -> tuple[torch.Tensor, Event]:
         """A buffer, and the event after which it may be written (to be recorded again when the buffer was read)."""
         entry = self._entries[self._next]
         self._next = (self._next + 1) % len(self._entries)
         return entry
+
+    def record_read(self, flat_read: Event, communication: Stream) -> None:
+        """To be called when a buffer's reduction was enqueued: says when the buffer may be written again."""
+        if not self._peers_read:
+            communication.record(flat_read)
+            return
+        if self._last_read is not None:
+            communication.record(self._last_read)
+        self._last_read = flat_read
 
 
 class BucketRuntime:
@@ -179,7 +193,7 @@ class BucketRuntime:
         communication.wait(self.shard_stepped)
         output = torch.empty_like(self.reduced_region) if add else self.reduced_region
         self._start_collective(output, grad_flat, communication, step)
-        communication.record(flat_read)
+        self._pool.record_read(flat_read, communication)
         if add:
             communication.run(f"add[{self.index}]", lambda: self._add(output))
         communication.record(self.grads_reduced)

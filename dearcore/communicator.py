@@ -13,7 +13,7 @@ import torch
 
 from .streams import Stream
 
-__all__ = ["Communicator", "LocalCommunicator", "NullCommunicator"]
+__all__ = ["Communicator", "LocalCommunicator", "NullCommunicator", "PlainFlats"]
 
 
 class Communicator(Protocol):
@@ -23,6 +23,10 @@ class Communicator(Protocol):
     bytes_sent: int  # payload this rank has sent in reduce-scatters and all-gathers
     doing: str  # label of the collective under way, "" for none
     failed: str  # label of the one that failed
+    peers_read: bool  # a reduction's `flat` is read by other ranks until the next collective has completed
+
+    def new_flat(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros [numel] to be reduced from, in memory that suits the communicator best."""
 
     def start_reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
@@ -57,7 +61,16 @@ class Communicator(Protocol):
     def close(self) -> None: ...
 
 
-class LocalCommunicator:
+class PlainFlats:
+    """Flat buffers from the allocator; nobody else reads them."""
+
+    peers_read = False
+
+    def new_flat(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+
+class LocalCommunicator(PlainFlats):
     """World size 1: the same calls, nothing to send."""
 
     def __init__(self, deterministic: bool = False) -> None:
@@ -92,7 +105,7 @@ class LocalCommunicator:
         pass
 
 
-class NullCommunicator:
+class NullCommunicator(PlainFlats):
     """Moves nothing: what an iteration costs without communication. The weights it trains are not the right ones."""
 
     def __init__(self, rank: int, size: int) -> None:

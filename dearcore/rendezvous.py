@@ -143,6 +143,7 @@ class World:
         self.rank, self.size = self.launch.rank, self.launch.size
         self.heartbeat = Heartbeat(self.store, self.rank) if self.store is not None else None
         self.moves_nothing = False  # new communicators only pretend: to measure what an iteration costs without them
+        self.use_host_memory = True  # new communicators between ranks of one host; False: over the network, to compare
         self._num_communicators: dict[tuple[int, ...], int] = {}
         self._closeables: weakref.WeakSet[Closeable] = weakref.WeakSet()
         # init, shutdown, init again must not meet the keys of the first time
@@ -193,6 +194,7 @@ class World:
             self.timeout,
             self.deterministic,
             explain=peers.blame,
+            use_host_memory=self.use_host_memory,
         )
         return communicator, peers
 

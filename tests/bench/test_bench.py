@@ -47,19 +47,21 @@ def test_collectives(tmp_path: Path) -> None:
     arguments = ["--ranks", "2", "--mb", "1", "--iterations", "2", "--piece-mib", "0.1", "2"]
     (found,), output = run_bench(tmp_path, "collectives", *arguments)
     assert_says_where_it_ran(found)
-    rows = [(row["op"], row["piece_mib"]) for row in found["rows"]]
+    rows = [(row["op"], row["way"]) for row in found["rows"]]
     assert rows == [
-        ("gloo all_reduce", None),
-        ("gloo reduce_scatter_tensor", None),
-        ("gloo all_gather_into_tensor", None),
-        ("dear reduce_scatter", 0.1),
-        ("dear all_gather", 0.1),
-        ("dear reduce_scatter", 2.0),
-        ("dear all_gather", 2.0),
+        ("gloo all_reduce", "sockets"),
+        ("gloo reduce_scatter_tensor", "sockets"),
+        ("gloo all_gather_into_tensor", "sockets"),
+        ("dear reduce_scatter", "memory"),
+        ("dear all_gather", "memory"),
+        ("dear reduce_scatter", "sockets, 0.1 MiB"),
+        ("dear all_gather", "sockets, 0.1 MiB"),
+        ("dear reduce_scatter", "sockets, 2 MiB"),
+        ("dear all_gather", "sockets, 2 MiB"),
     ]
     assert all(row["correct"] for row in found["rows"])
     assert [target["limit"] for target in found["targets"]] == [0.55, 0.55]
-    assert "correct" in output and "dear all_gather / gloo all_reduce" in output
+    assert "correct" in output and "dear all_gather (memory) / gloo all_reduce" in output
 
 
 def test_overhead(tmp_path: Path) -> None:
@@ -86,7 +88,8 @@ def test_shapes_are_those_of_densenet201() -> None:
 def test_wrong_results_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = (collectives.BASELINE, collectives.REDUCE_SCATTER, collectives.ALL_GATHER)
     cases = [
-        collectives.Case(name, None, bool, bool, bool, [0.1], correct=name != collectives.ALL_GATHER) for name in names
+        collectives.Case(name, collectives.MEMORY, bool, bool, bool, [0.1], correct=name != collectives.ALL_GATHER)
+        for name in names
     ]
     monkeypatch.setattr(collectives, "run_ranks", lambda *_, **__: [cases])
     args = Namespace(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dearcore.errors import CommunicatorError
 from dearcore.gloo import GlooCommunicator
+from dearcore.rings import PIECE_BYTES
 from dearcore.streams import CpuEvent, CpuStream, InlineStream, Stream
 from dearcore.trace import Trace
 from tests.support.ranks import Outcome, RankPool, rank, world_size
@@ -24,15 +25,26 @@ from tests.support.reference import assert_bit_equal
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NUMELS = (0, 1, 3, 7, 64, 1000, 4099)
-PIECES = (0, 64, 24)  # bytes: the default, a few, odd ones
+HOST_MEMORY = -1
+WAYS = (PIECE_BYTES, 64, 24, HOST_MEMORY)  # over the network in pieces of so many bytes, or through memory
 
 
 def connect(
-    deterministic: bool = False, piece_bytes: int = 0, timeout_s: float = 20, name: str = ""
+    deterministic: bool = False, way: int = PIECE_BYTES, timeout_s: float = 20, name: str = ""
 ) -> GlooCommunicator:
     """A communicator over the store that `ddp=True` has set up."""
     store = dist.PrefixStore(f"gloo-test/{name}", dist.distributed_c10d._get_default_store())
-    return GlooCommunicator(store, rank(), world_size(), timedelta(seconds=timeout_s), deterministic, piece_bytes)
+    timeout, through_memory = timedelta(seconds=timeout_s), way == HOST_MEMORY
+    piece_bytes = PIECE_BYTES if through_memory else way
+    made = GlooCommunicator(
+        store, rank(), world_size(), timeout, deterministic, piece_bytes, use_host_memory=through_memory
+    )
+    assert made.peers_read == through_memory, "all ranks of a test are on one host"
+    return made
+
+
+def flat_of(communicator: GlooCommunicator, values: Tensor) -> Tensor:
+    return communicator.new_flat(values.numel(), values.dtype, values.device).copy_(values)
 
 
 def inputs(numel: int, dtype: torch.dtype, exact: bool) -> list[Tensor]:
@@ -57,18 +69,18 @@ def sum_in_rank_order(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 def check_reduce_scatter(deterministic: bool, exact: bool) -> int:
     num_checked = 0
-    for piece_bytes in PIECES:
-        communicator = connect(deterministic, piece_bytes, name=f"{piece_bytes}")
+    for way in WAYS:
+        communicator = connect(deterministic, way, name=f"{way}")
         for dtype in DTYPES:
             for output_dtype in {dtype, torch.float64 if dtype == torch.float64 else torch.float32}:
                 for numel in NUMELS:
                     everyone = inputs(numel, dtype, exact)
                     output = torch.full((numel,), float("nan"), dtype=output_dtype)
-                    flat = everyone[rank()].clone()
+                    flat = flat_of(communicator, everyone[rank()])
                     communicator.start_reduce_scatter(output, flat, world_size(), InlineStream(), "reduce_scatter[0]")
                     parts = [shard(tensor, numel) for tensor in everyone]
-                    what = f"{dtype} to {output_dtype}, {numel} elements, pieces of {piece_bytes} bytes"
-                    if exact or deterministic:
+                    what = f"{dtype} to {output_dtype}, {numel} elements, way {way}"
+                    if exact or deterministic or way == HOST_MEMORY:
                         expected = sum_in_rank_order(parts, output_dtype) / world_size()
                         assert_bit_equal(output, expected, names=(what, "the naive sum"))
                     else:
@@ -84,13 +96,13 @@ def check_reduce_scatter(deterministic: bool, exact: bool) -> int:
 @pytest.mark.parametrize(("deterministic", "exact"), [(False, True), (False, False), (True, False)])
 def test_reduce_scatter(pool: RankPool, size: int, deterministic: bool, exact: bool) -> None:
     checked = pool.run(check_reduce_scatter, deterministic, exact, size=size, init=False, ddp=True)
-    assert checked == [len(PIECES) * len(NUMELS) * 6] * size
+    assert checked == [len(WAYS) * len(NUMELS) * 6] * size
 
 
 def check_all_gather() -> int:
     num_checked = 0
-    for piece_bytes in PIECES:
-        communicator = connect(piece_bytes=piece_bytes, name=f"{piece_bytes}")
+    for way in WAYS:
+        communicator = connect(way=way, name=f"{way}")
         for dtype in DTYPES:
             for numel in NUMELS:
                 everyone = inputs(numel, dtype, exact=False)
@@ -106,32 +118,34 @@ def check_all_gather() -> int:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_gather(pool: RankPool, size: int) -> None:
-    assert pool.run(check_all_gather, size=size, init=False, ddp=True) == [len(PIECES) * len(NUMELS) * 4] * size
+    assert pool.run(check_all_gather, size=size, init=False, ddp=True) == [len(WAYS) * len(NUMELS) * 4] * size
 
 
-def all_reduced(deterministic: bool, numel: int, dtype: torch.dtype, wide: bool) -> tuple[Tensor, Tensor]:
-    communicator = connect(deterministic, piece_bytes=64)
+def all_reduced(deterministic: bool, way: int, numel: int, dtype: torch.dtype, wide: bool) -> tuple[Tensor, Tensor]:
+    communicator = connect(deterministic, way)
     per_rank = -(-numel // world_size())
     everyone = inputs(per_rank, dtype, exact=True)
     output = torch.full((numel,), float("nan"), dtype=torch.float32 if wide else dtype)
-    communicator.start_all_reduce(output, everyone[rank()].clone(), world_size(), InlineStream(), "all_reduce[0]")
+    flat = flat_of(communicator, everyone[rank()])
+    communicator.start_all_reduce(output, flat, world_size(), InlineStream(), "all_reduce[0]")
+    communicator.start_combine(torch.zeros(1), "max", InlineStream(), "the flat buffer has been read")
     communicator.close()
     mean = sum_in_rank_order(everyone, output.dtype) / world_size()
     return output, mean.to(dtype).to(output.dtype)[:numel]  # across the wire in the dtype of the input
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("deterministic", "way"), [(False, 64), (True, 64), (False, HOST_MEMORY)])
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.float64, False), (torch.bfloat16, True)])
-def test_all_reduce(pool: RankPool, size: int, deterministic: bool, dtype: torch.dtype, wide: bool) -> None:
-    results = pool.run(all_reduced, deterministic, 101, dtype, wide, size=size, init=False, ddp=True)
+def test_all_reduce(pool: RankPool, size: int, deterministic: bool, way: int, dtype: torch.dtype, wide: bool) -> None:
+    results = pool.run(all_reduced, deterministic, way, 101, dtype, wide, size=size, init=False, ddp=True)
     for got, expected in results:
         assert_bit_equal(got, expected)
     assert_bit_equal([got for got, _ in results], [results[0][0]] * size)
 
 
-def other_collectives() -> dict[str, Any]:
-    communicator, stream = connect(), InlineStream()
+def other_collectives(way: int) -> dict[str, Any]:
+    communicator, stream = connect(way=way), InlineStream()
     total = torch.tensor([1.0 + rank(), 1e8 if rank() == 0 else 1.0])
     communicator.start_combine(total, "sum", stream, "sum")
     largest = torch.tensor([rank(), -rank()])
@@ -145,13 +159,24 @@ def other_collectives() -> dict[str, Any]:
     communicator.start_gather_objects({"rank": rank(), "text": "x" * rank() * 1000}, objects, stream, "agreement")
     nothing: list[Any] = []
     communicator.start_gather_objects(None, nothing, stream, "agreement")
+    many = torch.full((30_000,), rank())  # more than a message holds
+    communicator.start_combine(many, "sum", stream, "sum")
+    assert many.eq(sum(range(world_size()))).all()
+    private = torch.arange(2.0 * world_size()) * (rank() + 1)  # not a flat buffer of the communicator
+    shard_of_sum = torch.empty(2)
+    communicator.start_reduce_scatter(shard_of_sum, private.clone(), 1, stream, "reduce_scatter")
+    whole = torch.empty(private.numel())
+    communicator.start_all_reduce(whole, private.clone(), 1, stream, "all_reduce")
+    assert_bit_equal(whole, torch.arange(2.0 * world_size()) * sum(range(1, world_size() + 1)))
+    assert_bit_equal(shard_of_sum, whole.view(world_size(), -1)[rank()])
     communicator.close()
     return {"total": total, "largest": largest, "broadcasts": broadcasts, "objects": objects, "nothing": nothing}
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_small_collectives(pool: RankPool, size: int) -> None:
-    results = pool.run(other_collectives, size=size, init=False, ddp=True)
+@pytest.mark.parametrize("way", [64, HOST_MEMORY])
+def test_small_collectives(pool: RankPool, size: int, way: int) -> None:
+    results = pool.run(other_collectives, way, size=size, init=False, ddp=True)
     for result in results:
         assert_bit_equal(result["total"], torch.tensor([sum(range(1, size + 1)), 1e8]).float())
         assert result["largest"].tolist() == [size - 1, 0]
@@ -166,15 +191,15 @@ def test_small_collectives(pool: RankPool, size: int) -> None:
             assert flags.all()
 
 
-def determinism(piece_bytes: int, split: bool) -> list[Tensor]:
+def determinism(way: int, split: bool) -> list[Tensor]:
     """The same sums in one collective or in three."""
-    communicator = connect(deterministic=True, piece_bytes=piece_bytes)
+    communicator = connect(deterministic=way != HOST_MEMORY, way=way)
     numel, reduced = 999, []
     everyone = inputs(numel, torch.float32, exact=False)
     mine = everyone[rank()].view(world_size(), numel)
     for cut in [slice(0, 999)] if not split else [slice(0, 10), slice(10, 500), slice(500, 999)]:
         output = torch.empty(cut.stop - cut.start)
-        flat = mine[:, cut].contiguous().view(-1)
+        flat = flat_of(communicator, mine[:, cut].reshape(-1))
         communicator.start_reduce_scatter(output, flat, world_size(), InlineStream(), "reduce_scatter[0]")
         reduced.append(output)
     communicator.close()
@@ -183,16 +208,17 @@ def determinism(piece_bytes: int, split: bool) -> list[Tensor]:
 
 def test_deterministic_sums_do_not_depend_on_how_buckets_are_cut(pool: RankPool) -> None:
     ways = [
-        pool.run(determinism, piece_bytes, split, size=3, init=False, ddp=True)
-        for piece_bytes, split in ((0, False), (64, False), (0, True))
+        pool.run(determinism, way, split, size=3, init=False, ddp=True)
+        for way, split in ((PIECE_BYTES, False), (64, False), (PIECE_BYTES, True), (HOST_MEMORY, True))
     ]
-    assert_bit_equal(ways[1], ways[0])
-    assert_bit_equal(ways[2], ways[0])
+    for way in ways[1:]:
+        assert_bit_equal(way, ways[0])
 
 
-def bytes_of_both_halves(deterministic: bool, numel: int, dtype: torch.dtype) -> list[int]:
-    communicator, sent = connect(deterministic, piece_bytes=64), []
-    flat, output = torch.ones(world_size() * numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+def bytes_of_both_halves(deterministic: bool, way: int, numel: int, dtype: torch.dtype) -> list[int]:
+    communicator, sent = connect(deterministic, way), []
+    flat = flat_of(communicator, torch.ones(world_size() * numel, dtype=dtype))
+    output = torch.empty(numel, dtype=dtype)
     communicator.start_reduce_scatter(output, flat, world_size(), InlineStream(), "reduce_scatter[0]")
     sent.append(communicator.bytes_sent)
     communicator.start_all_gather(flat, InlineStream(), "all_gather[0]")
@@ -201,22 +227,22 @@ def bytes_of_both_halves(deterministic: bool, numel: int, dtype: torch.dtype) ->
     return sent
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("deterministic", "way"), [(False, 64), (True, 64), (False, HOST_MEMORY)])
 @pytest.mark.parametrize(("size", "numel", "dtype"), [(2, 7, torch.float32), (4, 33, torch.bfloat16)])
-def test_bytes_sent(pool: RankPool, deterministic: bool, size: int, numel: int, dtype: torch.dtype) -> None:
+def test_bytes_sent(pool: RankPool, deterministic: bool, way: int, size: int, numel: int, dtype: torch.dtype) -> None:
     half = (size - 1) * numel * dtype.itemsize  # (P - 1)/P of the buffer
-    sent = pool.run(bytes_of_both_halves, deterministic, numel, dtype, size=size, init=False, ddp=True)
+    sent = pool.run(bytes_of_both_halves, deterministic, way, numel, dtype, size=size, init=False, ddp=True)
     assert sent == [[half, 2 * half]] * size
 
 
-def back_to_back(num_collectives: int) -> Tensor:
+def back_to_back(way: int, num_collectives: int) -> Tensor:
     """Many collectives enqueued at once on a stream, ranks running apart."""
-    communicator, stream = connect(piece_bytes=64), CpuStream("communication", Trace())
+    communicator, stream = connect(way=way), CpuStream("communication", Trace())
     outputs = [torch.empty(50) for _ in range(num_collectives)]
     for number, output in enumerate(outputs):
         if number % 7 == rank():
             stream.run("dawdle", lambda: time.sleep(0.002))
-        flat = torch.full((50 * world_size(),), float(number * (rank() + 1)))
+        flat = flat_of(communicator, torch.full((50 * world_size(),), float(number * (rank() + 1))))
         communicator.start_reduce_scatter(output, flat, 1, stream, f"reduce_scatter[{number}] in step {number}")
         communicator.start_all_gather(flat, stream, f"all_gather[{number}] in step {number}")
     done = CpuEvent()
@@ -227,18 +253,19 @@ def back_to_back(num_collectives: int) -> Tensor:
     return torch.stack([output[0] for output in outputs])
 
 
-def test_collectives_in_a_row_do_not_mix(pool: RankPool) -> None:
+@pytest.mark.parametrize("way", [64, HOST_MEMORY])
+def test_collectives_in_a_row_do_not_mix(pool: RankPool, way: int) -> None:
     expected = torch.arange(60) * 6.0  # 1 + 2 + 3
-    assert_bit_equal(pool.run(back_to_back, 60, size=3, init=False, ddp=True), [expected] * 3)
+    assert_bit_equal(pool.run(back_to_back, way, 60, size=3, init=False, ddp=True), [expected] * 3)
 
 
 # What differs between ranks must not mix
 
 
-def mismatched(what: str) -> str:
+def mismatched(what: str, way: int) -> str:
     """Rank 0 and rank 1 start different collectives of the same size. Returns the error's text."""
-    communicator, stream = connect(timeout_s=1.5), InlineStream()
-    flat, output = torch.full((8,), float(rank() + 1)), torch.full((4,), float("nan"))
+    communicator, stream = connect(way=way, timeout_s=1.5), InlineStream()
+    flat, output = flat_of(communicator, torch.full((8,), float(rank() + 1))), torch.full((4,), float("nan"))
     first = rank() == 0
 
     def reduce(bucket: int, step: int = 0, into: Stream = stream) -> None:
@@ -266,30 +293,34 @@ def mismatched(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["two buckets", "two kinds"])
-def test_different_collectives_time_out_on_both_ranks(pool: RankPool, what: str) -> None:
-    texts = pool.run(mismatched, what, size=2, init=False, ddp=True)
+@pytest.mark.parametrize("way", [64, HOST_MEMORY])
+def test_different_collectives_are_an_error_on_both_ranks(pool: RankPool, what: str, way: int) -> None:
+    texts = pool.run(mismatched, what, way, size=2, init=False, ddp=True)
     assert "rank 0 of 2: reduce_scatter[0] (a) in step 0 failed" in texts[0]
     assert "rank 1 of 2" in texts[1]
 
 
 @pytest.mark.parametrize(("what", "step"), [("one rank is ahead", 1), ("one rank stays away", 0)])
-def test_a_rank_without_a_partner_times_out(pool: RankPool, what: str, step: int) -> None:
-    texts = pool.run(mismatched, what, size=2, init=False, ddp=True)
+@pytest.mark.parametrize("way", [64, HOST_MEMORY])
+def test_a_rank_without_a_partner_is_an_error(pool: RankPool, what: str, step: int, way: int) -> None:
+    texts = pool.run(mismatched, what, way, size=2, init=False, ddp=True)
     assert f"rank 0 of 2: reduce_scatter[0] (a) in step {step} failed" in texts[0]
     assert texts[1] == ""
 
 
-def different_sizes() -> str:
-    communicator = connect(timeout_s=1.5)
+def different_sizes(way: int) -> str:
+    communicator = connect(way=way, timeout_s=1.5)
     numel = 8 if rank() == 0 else 12
     output = torch.full((numel // 2,), float("nan"))
-    communicator.start_reduce_scatter(output, torch.ones(numel), 2, InlineStream(), "reduce_scatter[0] in step 0")
+    flat = flat_of(communicator, torch.ones(numel))
+    communicator.start_reduce_scatter(output, flat, 2, InlineStream(), "reduce_scatter[0] in step 0")
     communicator.close()
     return f"no error, {output.tolist()}"
 
 
-def test_buffers_of_different_sizes_are_an_error(pool: RankPool) -> None:
-    results = pool.run(different_sizes, size=2, init=False, ddp=True, expect_errors=True)
+@pytest.mark.parametrize("way", [64, HOST_MEMORY])
+def test_buffers_of_different_sizes_are_an_error(pool: RankPool, way: int) -> None:
+    results = pool.run(different_sizes, way, size=2, init=False, ddp=True, expect_errors=True)
     assert any(isinstance(result, Outcome) and result.is_a("CommunicatorError") for result in results), results
 
 
