@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 
 from dearcore.communicator import Communicator
-from dearcore.errors import ArgumentError
+from dearcore.errors import ArgumentError, ScheduleError
 from dearcore.heartbeat import Activity, Peers
 from dearcore.layout import NearbyLayers, Plan
 from dearcore.rendezvous import World
@@ -32,12 +32,13 @@ from .planning import make_plan_and_schedule
 from .replica import Numerics, Replica, settle_gradient
 from .stats import WaitLog
 from .tracked import TrackedParameter, track
-from .update import ShardedUpdate, Update, WholeUpdate
+from .update import ShardedUpdate, Update, WholeUpdate, snapshot_hyper
 
 __all__ = ["Engine", "Options"]
 
 # Below this, handing work from thread to thread costs more than overlapping it gains: `python -m bench overhead`.
 ONE_WORKER_BYTES = 4 * 1024 * 1024
+FILL = "dear-fill"
 
 _hidden_from: list[Any] = []  # dynamo, once it has been told; telling it again makes it slower each time
 _owners: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # id of a parameter -> its engine
@@ -164,6 +165,8 @@ class Engine:
                         continue
                     settle_gradient(tracked)
                 if replica.scheduler.is_reduced(index):  # what the reduction left may be unwanted, or too little
+                    if not tracked.retained or in_flight.zeroed:
+                        replica.scheduler.check_not_stepped(index)
                     if not tracked.retained:
                         dropped.add(index)
                     elif in_flight.zeroed:
@@ -193,6 +196,7 @@ class Engine:
             if scheduler.has_begun:
                 if not scheduler.observing:
                     scheduler.finish_gradients()
+                    self.replica.discard_early()
                     self.replica.reduced.clear()
                 scheduler.restart()
                 self._forget_passes()
@@ -214,11 +218,22 @@ class Engine:
         with without_waiting():
             ours = {id(tracked.param.grad) for tracked in self.tracked}
         others = [grad for grad in plain if id(grad) not in ours]
+        self.check_steps_wait("loss scaling", "whether all gradients are finite is known")
         if not self._unscaled:
             self.finish_gradients()
             self._unscaled = True
             self.update.unscale(found_inf, inv_scale)
         return others
+
+    def check_steps_wait(self, what: str, known: str) -> None:
+        """Raises ScheduleError if buckets are stepped in the backward, before what `what` needs is known."""
+        schedule = self.options.schedule
+        name = schedule if isinstance(schedule, str) else schedule.name
+        if name == FILL or self.replica.early:
+            raise ScheduleError(
+                f"{what} does not go with schedule '{name}', which steps in the backward, before {known}. No weight "
+                "has changed. Use schedule='dear'."
+            )
 
     def _forget_gradients(self) -> None:
         for tracked in self.tracked:
@@ -234,12 +249,14 @@ class Engine:
 
     def export_state(self) -> dict[int, dict[str, Any]]:
         """The whole state of every parameter, by its number in the optimizer. Collective."""
+        self.replica.discard_early()
         numbers = checkpoint.packed_indices(self.optimizer)
         states = checkpoint.export_state(self.replica)
         return {numbers[id(self.tracked[index].param)]: state for index, state in sorted(states.items())}
 
     def adopt_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes this rank's part of the whole state of every parameter, by id. The optimizer keeps no copy."""
+        self.replica.discard_early()
         if self.options.sharded:
             by_index = {t.spec.index: states[id(t.param)] for t in self.tracked if states.get(id(t.param))}
             checkpoint.import_state(self.replica, by_index)
@@ -262,6 +279,7 @@ class Engine:
             self._doors,
             Numerics(options.reduce_dtype, options.master_dtype if options.sharded else None),
             self.log.waited,
+            functools.partial(snapshot_hyper, self.optimizer),
             observing,
         )
         return replica, (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)

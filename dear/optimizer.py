@@ -173,6 +173,7 @@ class DistributedOptimizer(optim.Optimizer):
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0 or not norm_type > 0:
             raise ArgumentError(f"clip_grad_norm_ expects max_norm >= 0, norm_type > 0, got {max_norm}, {norm_type}.")
+        engine.check_steps_wait("clipping", "the norm of all gradients is known")
         engine.finish_gradients()
         norm = engine.update.norm(norm_type).to(engine.streams.device, torch.float32)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -185,6 +186,7 @@ class DistributedOptimizer(optim.Optimizer):
         clip_value = float(clip_value)
         if not clip_value >= 0:
             raise ArgumentError(f"clip_grad_value_ expects a value >= 0, got {clip_value}.")
+        engine.check_steps_wait("clipping", "anybody could clip")
         engine.finish_gradients()
         engine.update.change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
 

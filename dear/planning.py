@@ -64,8 +64,6 @@ def make_plan_and_schedule(
         if not isinstance(fusion, Plan):
             raise ArgumentError("a Schedule names buckets by number. Pass the Plan that it was made for as `fusion`.")
         schedule.check_fits(fusion)
-        if schedule.steps_in_backward:
-            raise ArgumentError(f"schedule '{schedule.name}' steps inside the backward, which is not available yet.")
         gathers_parameters = any(op.kind is OpKind.REDUCE_SCATTER for op in schedule.ops)
         if gathers_parameters and not sharded:
             raise ArgumentError(
@@ -78,8 +76,8 @@ def make_plan_and_schedule(
         return plan, plan_dear(plan) if sharded else plan_all_reduce(plan, "dear, whole gradients", step=False)
     if schedule not in PLANNERS:
         raise ArgumentError(f"schedule={schedule!r}; expected one of {', '.join(PLANNERS)}, or a Schedule.")
-    if schedule == "dear-fill":
-        raise ArgumentError("schedule='dear-fill' can be planned and simulated, but not trained with yet. Use 'dear'.")
+    if schedule == "dear-fill" and not sharded:
+        raise ArgumentError("schedule='dear-fill' steps shards, but this optimizer steps as a whole. Use 'dear'.")
     if schedule in NEEDS_TIMES and profile is None:
         raise ArgumentError(f"schedule='{schedule}' plans with measured times. Take a profile of this model first.")
     if profile is None:

@@ -46,7 +46,7 @@ class Numerics:
 class Replica:
     """Parameters become views of one flat buffer for each dtype; `launch` turns ops of the schedule into enqueued work.
 
-    `hyper` gives the options of each parameter group at this moment; `on_wait` hears of every wait of a gate.
+    `read_hyper` gives the options of each parameter group at this moment; `on_wait` hears of every wait of a gate.
     """
 
     plan: Plan
@@ -57,13 +57,15 @@ class Replica:
     doors: Doors
     numerics: Numerics
     on_wait: Callable[[tuple[int, ...], str, float], None]
+    read_hyper: Callable[[], Sequence[dict[str, Any]]]
     observing: bool = False
     step: int = 0
-    hyper: Sequence[dict[str, Any]] = ()
     late_reduced: Event = field(init=False)  # late gradients -> shard step
     buckets: list[BucketRuntime] = field(init=False)
     gates: list[Gate] = field(init=False)
     scheduler: Scheduler = field(init=False)
+    early: dict[int, bool] = field(init=False)  # buckets that the schedule steps in the backward: it has been done
+    _hyper: Sequence[dict[str, Any]] | None = field(init=False, default=None)  # of the steps in this iteration
     reduced: set[int] = field(init=False, default_factory=set)  # buckets reduced since somebody cleared this
     late_buckets: set[int] = field(init=False, default_factory=set)  # of the last agreement, once it is reached
     _kept_and_cleared: dict[int, int] = field(init=False, default_factory=dict)  # since the ranks last told each other
@@ -71,6 +73,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.late_reduced = self.streams.new_event()
+        self.early = dict.fromkeys(sorted(self.schedule.early_buckets), False)
         self.buckets = self._make_buckets()
         self.scheduler = Scheduler(self.plan, self.schedule, self, self.observing)
         gates: dict[tuple[int, ...], list[TrackedParameter]] = {}
@@ -95,9 +98,41 @@ class Replica:
         if op.kind.is_reduction:
             self._reduce(bucket)
         elif op.kind is OpKind.STEP:
-            bucket.start_step(self.hyper)
+            self._step_bucket(bucket)
         else:
             bucket.start_all_gather(self.step)
+
+    def finish_step(self) -> None:
+        """Steps and gathers what the backward has not, with the options of now, and makes all of it the parameters'."""
+        now = self.read_hyper()
+        if self._hyper is not None and not _same(self._hyper, now):  # somebody changed them before step()
+            self.discard_early()
+        self._hyper = now
+        self.streams.wait_compute()
+        self.scheduler.finish_step()
+        for index, stepped in self.early.items():
+            if not stepped:
+                self._step_bucket(self.buckets[index])
+                self.buckets[index].start_all_gather(self.step)
+        for index in self.early:
+            self.buckets[index].start_commit()
+            self.early[index] = False
+        self._hyper = None
+
+    def discard_early(self) -> None:
+        """Takes back what the backward has stepped and step() has not confirmed."""
+        for index, stepped in self.early.items():
+            if stepped:
+                self.buckets[index].start_discard()
+                self.early[index] = False
+        self._hyper = None
+
+    def _step_bucket(self, bucket: BucketRuntime) -> None:
+        if self._hyper is None:
+            self._hyper = self.read_hyper()
+        bucket.start_step(self._hyper)
+        if bucket.is_early:
+            self.early[bucket.index] = True
 
     def launch_late(self, late: Collection[int]) -> None:
         """Reduces what came after its bucket had left, on this rank or any other.
@@ -242,6 +277,7 @@ class Replica:
                     self.communicator,
                     self.streams,
                     self.late_reduced,
+                    layout.index in self.early,
                 )
             )
         return buckets
@@ -290,6 +326,20 @@ def settle_gradient(tracked: TrackedParameter) -> None:
     in_flight.local = None if grad is None else local_gradient(grad).clone()
     if grad is not None:
         tracked.param.grad = in_flight
+
+
+def _same(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> bool:
+    """True if two readings of the groups' options are equal; tensors among them by value."""
+    return len(before) == len(after) and all(
+        old.keys() == new.keys()
+        and all(
+            torch.equal(value, new[key])
+            if isinstance(value, torch.Tensor) and isinstance(new[key], torch.Tensor)
+            else value == new[key]
+            for key, value in old.items()
+        )
+        for old, new in zip(before, after, strict=True)
+    )
 
 
 def _mixture(fqn: str) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from dearcore.errors import ScheduleError
 from dearcore.layout import Plan
-from dearcore.schedule import After, Op, Schedule
+from dearcore.schedule import After, Op, OpKind, Schedule
 
 __all__ = ["Launcher", "Scheduler"]
 
@@ -35,7 +36,8 @@ class Scheduler:
 
     def __init__(self, plan: Plan, schedule: Schedule, launcher: Launcher, observing: bool = False) -> None:
         self._ops = schedule.ops
-        self._launcher = launcher
+        self._name, self._launcher = schedule.name, launcher
+        self._fqns = {slot.param: slot.fqn for bucket in plan.buckets for slot in bucket.slots}
         self._num_slots = [len(bucket.slots) for bucket in plan.buckets]
         buckets_of: dict[int, tuple[int, ...]] = {}
         for bucket in plan.buckets:
@@ -52,6 +54,7 @@ class Scheduler:
         self._missing = list(self._num_slots)
         self._rung = bytearray(max(self.buckets_of, default=-1) + 1)
         self._reduced = bytearray(len(self._num_slots))
+        self._stepped = bytearray(len(self._num_slots))
         self._gradients_finished = False
         self._stepping = False
         self.late: set[int] = set()
@@ -67,7 +70,7 @@ class Scheduler:
             self.order.append(param)
         for bucket in self.buckets_of[param]:
             if self._reduced[bucket]:
-                self.late.add(bucket)
+                self.mark_late(param)
             elif not again:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
@@ -78,8 +81,22 @@ class Scheduler:
         return any(self._reduced[bucket] for bucket in self.buckets_of[param])
 
     def mark_late(self, param: int) -> None:
-        """A gradient was assigned by hand: it needs a further round if its bucket has left."""
+        """A gradient came again or was assigned by hand: it needs a further round if its bucket has left.
+
+        Raises ScheduleError if the bucket has been stepped with the gradient that it had.
+        """
+        self.check_not_stepped(param)
         self.late.update(bucket for bucket in self.buckets_of[param] if self._reduced[bucket])
+
+    def check_not_stepped(self, param: int) -> None:
+        """Raises ScheduleError if this parameter was stepped already, which only some schedules do before step()."""
+        if any(self._stepped[bucket] for bucket in self.buckets_of[param]):
+            raise ScheduleError(
+                f"the gradient of '{self._fqns[param]}' changed after the backward had stepped it: schedule "
+                f"'{self._name}' allows one backward a step, and p.grad stays as it is until then. No weight has "
+                "changed. Call zero_grad() before another backward (or use accumulate=, no_sync()), or use "
+                "schedule='dear'."
+            )
 
     def finish_gradients(self) -> None:
         """Launches all reductions that are left, then further rounds for what came too late. Collective."""
@@ -107,4 +124,6 @@ class Scheduler:
             self._cursor += 1
             if op.kind.is_reduction:
                 self._reduced[op.bucket] = 1
+            elif op.kind is OpKind.STEP:
+                self._stepped[op.bucket] = 1
             self._launcher.launch(op)

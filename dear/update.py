@@ -110,9 +110,7 @@ class ShardedUpdate:
 
     def step(self) -> None:
         replica = self._replica
-        replica.hyper = snapshot_hyper(self._optimizer)
-        replica.streams.wait_compute()
-        replica.scheduler.finish_step()
+        replica.finish_step()
         replica.arm()
         with without_waiting():
             torch.autograd.graph.increment_version([t.param for t in replica.tracked])

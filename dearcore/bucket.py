@@ -83,6 +83,9 @@ class BucketRuntime:
     owned: this rank's segments, in the order of offsets.
     late_reduced: true when gradients that came after their bucket's reduction have been reduced too.
     step_dtype: dtype that the shard is stepped in; wider than the parameters' means a master copy of the shard.
+    is_early: the bucket is stepped and gathered while the backward goes on. Parameters then stay as they are: what
+        they will be is gathered beside them and takes their place by `start_commit`, or is forgotten by
+        `start_discard`.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class BucketRuntime:
         communicator: Communicator,
         streams: Streams,
         late_reduced: Event,
+        is_early: bool = False,
     ) -> None:
         self._late_reduced = late_reduced
         self.layout, self.owned = layout, owned
@@ -109,7 +113,13 @@ class BucketRuntime:
         device = param_flat.device
         self.param_flat = param_flat
         self.param_shard = param_flat[rank * shard_numel : (rank + 1) * shard_numel]
-        self.master_shard = self.param_shard if step_dtype == layout.dtype else self.param_shard.to(step_dtype)
+        self.is_early = is_early
+        self._next_flat = torch.zeros_like(param_flat) if is_early else param_flat
+        self._next_shard = self._next_flat[rank * shard_numel : (rank + 1) * shard_numel]
+        self.has_master = step_dtype != layout.dtype
+        # what is stepped
+        self.master_shard = self.param_shard.to(step_dtype) if self.has_master else self._next_shard
+        self._undo: Callable[[], None] | None = None  # of a step that is not committed yet
         accumulate = accumulate_dtype(layout.dtype)
         self._wire_dtype = wire_dtype
         self.reduced_region = torch.zeros(region_numel, dtype=accumulate, device=device)
@@ -144,7 +154,8 @@ class BucketRuntime:
         self.grads_packed = streams.new_event()  # pack -> reduce-scatter
         self.grads_reduced = streams.new_event()  # reduce-scatter -> shard step
         self.shard_stepped = streams.new_event()  # shard step -> all-gather, next reduce-scatter
-        self.params_gathered = streams.new_event()  # all-gather -> next forward
+        self._next_gathered = streams.new_event()  # early all-gather -> commit
+        self.params_gathered = streams.new_event()  # all-gather or commit -> next forward
 
     @property
     def index(self) -> int:
@@ -155,12 +166,8 @@ class BucketRuntime:
         """Every rank's parameters are up to date."""
         return self.params_gathered if self.is_sharded else self.shard_stepped
 
-    @property
-    def has_master(self) -> bool:
-        return self.master_shard is not self.param_shard
-
     def make_stepper(self, optimizer: optim.Optimizer) -> None:
-        low_precision = self.param_shard if self.has_master else None
+        low_precision = self._next_shard if self.has_master else None
         self.stepper = make_stepper(optimizer, self.owned, self.master_shard, self.step_grad_shard, low_precision)
 
     @staticmethod
@@ -239,12 +246,25 @@ class BucketRuntime:
         stream.record(self.shard_stepped)
 
     def start_all_gather(self, step: int) -> None:
-        """Gathers the parameters in place."""
+        """Gathers the parameters in place, or what they will be where the bucket is early."""
         self._move(Phase.GATHERED)
         communication = self._streams.communication
         communication.wait(self.shard_stepped)
-        self._communicator.start_all_gather(self.param_flat, communication, self._label("all_gather", step))
-        communication.record(self.params_gathered)
+        self._communicator.start_all_gather(self._next_flat, communication, self._label("all_gather", step))
+        communication.record(self._next_gathered if self.is_early else self.params_gathered)
+
+    def start_commit(self) -> None:
+        """Parameters become what was stepped and gathered early."""
+        stream = self._streams.step
+        stream.wait(self._next_gathered)
+        stream.run(f"commit[{self.index}]", self._commit)
+        stream.record(self.params_gathered)
+
+    def start_discard(self) -> None:
+        """Takes back an early step: state and parameters are as if it had not been, the reduced gradients stand."""
+        self._move(Phase.REDUCED)
+        self._streams.step.wait(self._next_gathered)
+        self.on_reduced(f"discard[{self.index}]", self._discard)
 
     def start_gather_of(self, shard: torch.Tensor, what: str, step: int) -> torch.Tensor:
         """Returns [num_shards, n], every `shard` [n] in its place, whole when the communication stream has passed."""
@@ -263,7 +283,31 @@ class BucketRuntime:
             self.step_grad_shard.copy_(self.grad_shard)
         if self.has_master:
             self._adopt_foreign_changes()
+        if self.is_early:
+            self._next_shard.copy_(self.param_shard)
+            self._undo = self._snapshot()
         self.stepper.step(self.owned_flags, hyper)
+
+    def _snapshot(self) -> Callable[[], None]:
+        assert self.stepper is not None
+        restore_state = self.stepper.snapshot()
+        master = self.master_shard.clone() if self.has_master else None
+
+        def undo() -> None:
+            restore_state()
+            if master is not None:
+                self.master_shard.copy_(master)
+
+        return undo
+
+    def _commit(self) -> None:
+        self.param_flat.copy_(self._next_flat)
+        self._undo = None
+
+    def _discard(self) -> None:
+        assert self._undo is not None
+        self._undo()
+        self._undo = None
 
     def _adopt_foreign_changes(self) -> None:
         """Where a parameter is no longer its master's rounding, somebody else has written it: it becomes the master."""

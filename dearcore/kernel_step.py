@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,16 @@ class KernelStepper:
                     self._buffer(name)[segment.offset : segment.offset + segment.numel] = value
                     if not self._is_adam:
                         self._steps[index] = 1.0
+
+    def snapshot(self) -> Callable[[], None]:
+        steps, buffers = self._steps.clone(), {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+        def restore() -> None:
+            self._steps.copy_(steps)
+            for name, buffer in self._buffers.items():
+                buffer.copy_(buffers[name]) if name in buffers else buffer.zero_()
+
+        return restore
 
     def _step_sgd(self, used: torch.Tensor, hyper: Sequence[dict[str, Any]]) -> None:
         momentum = any(group["momentum"] for group in hyper)

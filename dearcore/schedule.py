@@ -56,14 +56,15 @@ class Schedule:
         return "\n".join([f"schedule: {self.name}, {len(self.ops)} ops", *lines])
 
     @property
-    def steps_in_backward(self) -> bool:
-        """True if a step is launched before `optimizer.step()` is called, with the options of that moment."""
+    def early_buckets(self) -> frozenset[int]:
+        """Buckets that are stepped before `optimizer.step()` is called, with the options of that moment."""
+        early = set()
         for op in self.ops:
             if op.after is After.BACKWARD_END:
-                return False
+                break
             if op.kind is OpKind.STEP:
-                return True
-        return False
+                early.add(op.bucket)
+        return frozenset(early)
 
     def check_fits(self, plan: Plan) -> None:
         """Raises ArgumentError unless one iteration of `plan` would be right, in whatever order gradients arrive.

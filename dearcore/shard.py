@@ -7,7 +7,7 @@ with the same history are stepped as one tensor (a *run*) by the very class that
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -65,6 +65,9 @@ class ShardStepper(Protocol):
 
     def load_state(self, states: Sequence[SegmentState]) -> None:
         """Replaces the state of every owned segment."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Returns what brings the present state back, once; parameters are the caller's business."""
 
 
 @dataclass(slots=True)
@@ -142,6 +145,14 @@ class TorchStepper:
             for run in self._runs
         ]
 
+    def snapshot(self) -> Callable[[], None]:
+        runs, states = self._runs, [_cloned(state) for state in self._run_states()]
+
+        def restore() -> None:
+            self._runs, self._inner, self._loaded = runs, None, states
+
+        return restore
+
     _loaded: list[SegmentState] | None = None
 
     def _build(self, hyper: Sequence[dict[str, Any]]) -> None:
@@ -197,6 +208,10 @@ class TorchStepper:
 
 def _is_elementwise(value: object, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape
+
+
+def _cloned(state: SegmentState) -> SegmentState:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _sliced(state: SegmentState, param: torch.Tensor, start: int, numel: int, copy: bool) -> SegmentState:

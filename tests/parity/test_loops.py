@@ -246,7 +246,9 @@ def test_loops_on_integer_multiples(pool: RankPool, size: int, full: bool) -> No
 def test_loops_on_any_gradients(pool: RankPool, full: bool) -> None:
     model = ReusedModel()
     cases = {
-        f"{loop}, {options}": Case(model, SGD, LOOPS[loop], options, num_steps=NUM_BATCHES, tolerance=_tolerance(loop))
+        f"{loop}, {options}": Case(
+            model, SGD, LOOPS[loop], options, num_steps=NUM_BATCHES, tolerance=tolerance_of(loop)
+        )
         for loop in LOOPS
         for options in (OPTIONS if full else OPTIONS[:1])
     }
@@ -254,7 +256,7 @@ def test_loops_on_any_gradients(pool: RankPool, full: bool) -> None:
     assert all(results[0].losses for results in got.values())
 
 
-def _tolerance(loop: str) -> str:
+def tolerance_of(loop: str) -> str:
     return "summation order" if loop in ROUNDS else "exact"
 
 
@@ -268,7 +270,7 @@ def test_loops_that_use_a_layer_now_and_then(pool: RankPool, options: dict[str, 
         for r, steps in enumerate(make_batches(model, 2, NUM_BATCHES))
     ]
     cases = {
-        loop: Case(model, SGD, script, options, batches=batches, tolerance=_tolerance(loop))
+        loop: Case(model, SGD, script, options, batches=batches, tolerance=tolerance_of(loop))
         for loop, script in LOOPS.items()
         if loop not in UNHEARD
     }

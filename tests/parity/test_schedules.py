@@ -15,7 +15,6 @@ from tests.support.ranks import RankPool, assert_raised
 from tests.support.reference import OddMLP, optimizer_of
 
 SGD = optimizer_of(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
-TRAINABLE = [name for name in PLANNERS if name != "dear-fill"]
 
 
 def _specs() -> list[ParamSpec]:
@@ -31,13 +30,13 @@ def _planned(name: str, size: int) -> tuple[Plan, Schedule]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_schedule_is_bit_equal(pool: RankPool, size: int) -> None:
     cases = {}
-    for name in TRAINABLE:
+    for name in PLANNERS:
         plan, schedule = _planned(name, size)
         options = {"fusion": plan, "schedule": schedule}
         cases[f"{name}, planned"] = Case(OddMLP(), SGD, options=options, deterministic=size > 2)
         if name not in NEEDS_TIMES:
             cases[name] = Case(OddMLP(), SGD, options={"schedule": name}, deterministic=size > 2)
-    assert len(cases) > len(TRAINABLE)
+    assert len(cases) > len(PLANNERS)
     check_parity(pool, cases, size)
 
 
@@ -52,7 +51,7 @@ def _wrap(kind: str) -> None:
         "misses a bucket": {"schedule": Schedule("mine", schedule.ops[1:]), "fusion": plan},
         "gathers before its step": {"schedule": Schedule("mine", schedule.ops[::-1]), "fusion": plan},
         "of another world": {"schedule": schedule, "fusion": _planned("dear", dear.size() + 1)[0]},
-        "dear-fill": {"schedule": "dear-fill"},
+        "dear-fill for a whole step": {"schedule": "dear-fill", "shard": False},
     }[kind]
     dear.DistributedOptimizer(SGD(model), model, **options)  # type: ignore[arg-type]
 
@@ -67,7 +66,7 @@ def _wrap(kind: str) -> None:
         ("misses a bucket", "bucket"),
         ("gathers before its step", "bucket"),
         ("of another world", "shards"),
-        ("dear-fill", "not trained with yet"),
+        ("dear-fill for a whole step", "steps shards"),
     ],
 )
 def test_bad_schedules_are_refused_on_every_rank(pool: RankPool, kind: str, says: str) -> None:
