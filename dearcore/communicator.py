@@ -54,6 +54,14 @@ class Communicator(Protocol):
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         """`into` holds every rank's picklable object, by rank, when the stream has passed."""
 
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        """`outgoing[r]` goes to rank r, `incoming[r]` comes from there: bytes, their number known on both sides.
+
+        The entries of this rank itself are left alone.
+        """
+
     def close(self) -> None: ...
 
 
@@ -88,6 +96,11 @@ class LocalCommunicator:
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         stream.run(label, lambda: into.append(mine))
 
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        stream.run(label, lambda: None)
+
     def close(self) -> None:
         pass
 
@@ -121,6 +134,11 @@ class NullCommunicator:
 
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         stream.run(label, lambda: into.extend([mine] * self.size))
+
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        stream.run(label, lambda: None)
 
     def close(self) -> None:
         pass

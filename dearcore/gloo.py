@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -151,6 +151,22 @@ class GlooCommunicator:
             messages[self.rank, : message.numel()] = message
             self._ring_gather(messages.view(-1), tag)
             into.extend(pickle.loads(m[:n].numpy().tobytes()) for m, n in zip(messages, lengths.tolist(), strict=True))
+
+        self._start(work, stream, label)
+
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+        def work(tag: int) -> None:
+            received = {r: torch.empty(incoming[r].shape, dtype=torch.uint8) for r in peers if incoming[r].numel()}
+            receives = [self._group.recv([host], r, tag) for r, host in received.items()]
+            sends = [self._group.send([outgoing[r].cpu()], r, tag) for r in peers if outgoing[r].numel()]
+            for message in [*receives, *sends]:
+                message.wait()
+            for r, host in received.items():
+                incoming[r].copy_(host)
 
         self._start(work, stream, label)
 
