@@ -29,6 +29,7 @@ from .doors import Doors, OwnHook
 from .gradients import local_gradient
 from .parameters import without_waiting
 from .planning import make_plan_and_schedule
+from .relayout import move_shards
 from .replica import Numerics, Replica, settle_gradient
 from .stats import WaitLog
 from .tracked import TrackedParameter, track
@@ -104,7 +105,7 @@ class Engine:
         self.broadcast([*model.parameters(), *model.buffers()])
         self._passes = bytearray(len(self.tracked))
         observing = not isinstance(self.options.fusion, Plan)
-        self.replica, self.update = self._build(list(range(len(self.tracked))), observing)
+        self.replica, self.update = self._build(*self._plan(list(range(len(self.tracked)))), observing)
         if any(self.optimizer.state.values()):
             self.adopt_state({id(param): dict(state) for param, state in self.optimizer.state.items()})
         self._bindings = Bindings(model, self.tracked, self.optimizer)
@@ -263,13 +264,38 @@ class Engine:
             for tracked in self.tracked:
                 self.optimizer.state.pop(tracked.param, None)
 
-    def _build(self, forward_order: list[int], observing: bool) -> tuple[Replica, Update]:
-        """Lays out the parameters for a plan over `forward_order` and makes what runs it."""
+    def relayout(self, plan: Plan, schedule: Schedule) -> int:
+        """Goes on with another plan: weights, state, counters and gradients stay bit for bit. Collective.
+
+        Between `step()` and the first backward whose gradients are averaged; local gradients (no_sync, the earlier
+        passes of `accumulate`) may be there. Costs a wait for the parameters that are under way, a copy of them in
+        memory, for a moment both layouts at once, and the bytes that are returned: what this rank has sent, which is
+        state, masters and averaged gradients that nobody has cleared, of elements whose owner changes.
+        """
+        if any(self.replica.scheduler.is_reduced(index) for index in range(len(self.tracked))):
+            raise ScheduleError("a plan changes between steps, but gradients are being averaged. Call step() first.")
+        self.replica.wait_fresh()
+        for bucket in self.replica.buckets:
+            bucket.params_fresh.wait_host()
+        old = self.replica
+        self._doors.close()
+        self._doors = Doors(self._model)
+        self.replica, self.update = self._build(plan, schedule, observing=False)
+        self.replica.step = old.step
+        self.replica.inherit_gates(old)
+        self.log.plan_changed()
+        sent = move_shards(old, self.replica)
+        self._bindings.rebind()
+        return sent
+
+    def _plan(self, forward_order: list[int]) -> tuple[Plan, Schedule]:
         options = self.options
         specs = [self.tracked[index].spec for index in forward_order]
-        plan, schedule = make_plan_and_schedule(
-            options.schedule, options.fusion, specs, self.communicator.size, options.sharded
-        )
+        return make_plan_and_schedule(options.schedule, options.fusion, specs, self.communicator.size, options.sharded)
+
+    def _build(self, plan: Plan, schedule: Schedule, observing: bool) -> tuple[Replica, Update]:
+        """Lays out the parameters for a plan and makes what runs it."""
+        options = self.options
         replica = Replica(
             plan,
             schedule,
@@ -294,15 +320,7 @@ class Engine:
         planned = [slot.param for bucket in self.replica.plan.buckets for slot in bucket.slots if slot.start == 0]
         scheduler.observing = False
         if order is not None and order != planned:
-            states = checkpoint.export_state(self.replica) if self.options.sharded else {}
-            step = self.replica.step
-            self._doors.close()
-            self._doors = Doors(self._model)
-            self.replica, self.update = self._build(order, observing=False)
-            self.replica.step = step
-            if states:
-                checkpoint.import_state(self.replica, states)
-            self._bindings.rebind()
+            self.relayout(*self._plan(order))
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 

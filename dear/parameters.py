@@ -115,6 +115,9 @@ class Gate:
                 classes[own] = type(f"Pending{own.__name__}", bases, {"dear_gate": self, "__slots__": ()})
             self._members.append((param, own, classes[own]))
 
+    def params(self) -> list[nn.Parameter]:
+        return [param for param, _, _ in self._members]
+
     def holds_any(self, param_ids: set[int]) -> bool:
         return not param_ids.isdisjoint(self._names)
 

@@ -187,6 +187,12 @@ class Replica:
         for gate in self.gates:
             gate.arm()
 
+    def inherit_gates(self, before: Replica) -> None:
+        """Parameters that compiled code reads were found out under the plan before; under this one they still are."""
+        eager = {id(param) for gate in before.gates if gate.is_eager for param in gate.params()}
+        for gate in self.gates:
+            gate.is_eager = gate.holds_any(eager)
+
     def wait_fresh(self) -> None:
         for gate in self.gates:
             gate.wait()

@@ -15,7 +15,7 @@ __all__ = ["Stats", "Wait", "WaitLog"]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits of one bucket, over all steps so far."""
+    """Waits of one bucket, over all steps with this plan."""
 
     bucket: int
     module: str  # the module that touched it first, most recently
@@ -60,7 +60,7 @@ class WaitLog:
         self._total_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
         self._module: dict[int, str] = {}
-        self._num_steps = 0
+        self._num_steps = self._steps_before = 0  # all of them; those of earlier plans
         self._first_s = self._last_s = 0.0
 
     def waited(self, buckets: tuple[int, ...], touched: str, seconds: float) -> None:
@@ -73,6 +73,13 @@ class WaitLog:
             self._longest_s[bucket] = max(self._longest_s.get(bucket, 0.0), seconds)
             if touched:
                 self._module[bucket] = touched.rpartition(".")[0] or touched
+
+    def plan_changed(self) -> None:
+        """Waits belong to buckets, which have other numbers from now on."""
+        self._total_s.clear()
+        self._longest_s.clear()
+        self._module.clear()
+        self._steps_before = self._num_steps
 
     def step_ended(self) -> None:
         self._last_s = time.perf_counter()
@@ -87,11 +94,12 @@ class WaitLog:
 
     def stats(self, plan: Plan, rank: int, bytes_sent: int, peers: Sequence[Status]) -> Stats:
         steps = max(self._num_steps, 1)
+        steps_of_plan = max(self._num_steps - self._steps_before, 1)
         waits = [
             Wait(
                 bucket,
                 self._module.get(bucket, plan.buckets[bucket].first_names(1)),
-                1e3 * total / steps,
+                1e3 * total / steps_of_plan,
                 1e3 * self._longest_s[bucket],
             )
             for bucket, total in self._total_s.items()

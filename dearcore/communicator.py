@@ -58,6 +58,14 @@ class Communicator(Protocol):
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         """`into` holds every rank's picklable object, by rank, when the stream has passed."""
 
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        """`outgoing[r]` goes to rank r, `incoming[r]` comes from there: bytes, their number known on both sides.
+
+        The entries of this rank itself are left alone.
+        """
+
     def close(self) -> None: ...
 
 
@@ -101,6 +109,11 @@ class LocalCommunicator(PlainFlats):
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         stream.run(label, lambda: into.append(mine))
 
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        stream.run(label, lambda: None)
+
     def close(self) -> None:
         pass
 
@@ -134,6 +147,11 @@ class NullCommunicator(PlainFlats):
 
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         stream.run(label, lambda: into.extend([mine] * self.size))
+
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        stream.run(label, lambda: None)
 
     def close(self) -> None:
         pass

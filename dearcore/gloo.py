@@ -7,7 +7,7 @@ each other until the timeout, or fail at once, instead of mixing sums.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +104,22 @@ class GlooCommunicator:
 
     def start_gather_objects(self, mine: Any, into: list[Any], stream: Stream, label: str) -> None:
         self._start(lambda tag: into.extend(self._transport.gather_objects(mine, tag)), stream, label)
+
+    def start_exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], stream: Stream, label: str
+    ) -> None:
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+        def work(tag: int) -> None:
+            received = {r: torch.empty(incoming[r].shape, dtype=torch.uint8) for r in peers if incoming[r].numel()}
+            receives = [self._group.recv([host], r, tag) for r, host in received.items()]
+            sends = [self._group.send([outgoing[r].cpu()], r, tag) for r in peers if outgoing[r].numel()]
+            for message in [*receives, *sends]:
+                message.wait()
+            for r, host in received.items():
+                incoming[r].copy_(host)
+
+        self._start(work, stream, label)
 
     def close(self) -> None:
         self._transport.close()

@@ -27,7 +27,7 @@ def _planned(name: str, size: int) -> tuple[Plan, Schedule]:
     return PLANNERS[name](profile, _specs())
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_schedule_is_bit_equal(pool: RankPool, size: int) -> None:
     cases = {}
     for name in PLANNERS:
