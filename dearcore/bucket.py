@@ -164,7 +164,7 @@ class BucketRuntime:
     @property
     def params_fresh(self) -> Event:
         """Every rank's parameters are up to date."""
-        return self.params_gathered if self.is_sharded else self.shard_stepped
+        return self.params_gathered if self.is_sharded or self.is_early else self.shard_stepped
 
     def make_stepper(self, optimizer: optim.Optimizer) -> None:
         low_precision = self._next_shard if self.has_master else None
