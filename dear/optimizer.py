@@ -97,6 +97,12 @@ class DistributedOptimizer(optim.Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r}, {self.plan.fusion}, {len(self.plan.buckets)} buckets)"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # what pickle and copy call
+        raise ScheduleError(
+            "a DistributedOptimizer cannot be copied or pickled: it belongs to this model and these ranks. Save its "
+            "state_dict() (on all ranks), and load it into an optimizer that wraps the other model."
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ScheduleError(
             "add_param_group after wrapping would leave the new parameters unsynchronised. Call close(), add the group "
