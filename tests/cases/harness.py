@@ -6,8 +6,8 @@
         twin.train(lambda model, rank: model(ones(rank)).sum(), steps=5)
         twin.check()
 
-A body that takes `fusion` is repeated with 2 and 3 ranks, one bucket a tensor and one bucket for all; under `make soak`
-with the full cross of ranks, bucket sizes and dtypes.
+A body that takes `fusion` is repeated with one bucket a tensor and one bucket for all, each on 2 and on 3 ranks; under
+`make soak` with the full cross of ranks, bucket sizes and dtypes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import time
@@ -35,13 +36,12 @@ LR = 0.1
 Loss = Callable[[nn.Module, int], Tensor | None]  # (model, rank) -> loss, or None: this rank has no backward
 MakeOptimizer = Callable[[nn.Module], optim.Optimizer]
 
-_THIN = [(size, fusion, torch.float32) for size in (2, 3) for fusion in (None, 25.0)]
+_THIN = [(size, (None, 25.0), torch.float32) for size in (2, 3)]
 _FULL = [
-    (size, fusion, dtype)
+    (size, (fusion,), dtype)
     for size in (1, 2, 3, 4)
     for fusion in (None, 3e-5, dear.NearbyLayers(2), 25.0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16)
-    if (size, fusion, dtype) not in _THIN
 ]
 
 
@@ -52,35 +52,22 @@ def on_ranks(size: int, dtypes: Sequence[torch.dtype] = (), **run_options: Any) 
         params = list(inspect.signature(body).parameters.values())
         crossed = any(param.name == "fusion" for param in params)
 
-        def test(pool: RankPool, layout: tuple[int, Any, torch.dtype] = (size, None, torch.float32), **kw: Any) -> None:
-            num_ranks, fusion, dtype = layout
-            if crossed:
-                kw["fusion"] = fusion
-            pool.run(
-                run_body,
-                body.__module__,
-                body.__name__,
-                kw,
-                dtype,
-                size=num_ranks,
-                group_timeout_s=run_options.get("group_timeout_s", GROUP_TIMEOUT_S),
-                timeout_s=30,
-                **{key: value for key, value in run_options.items() if key != "group_timeout_s"},
-            )
+        def test(pool: RankPool, layout: tuple[int, Any, torch.dtype] = (size, (), torch.float32), **kw: Any) -> None:
+            num_ranks, fusions, dtype = layout
+            options = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 30, **run_options}
+            pool.run(run_body, body.__module__, body.__name__, kw, fusions, dtype, size=num_ranks, **options)
 
-        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        fixtures = [inspect.Parameter("pool", kinds)]
-        if crossed:
-            fixtures.append(inspect.Parameter("layout", kinds))
-        named = [param.replace(default=inspect.Parameter.empty) for param in params if param.name != "fusion"]
-        test.__signature__ = inspect.Signature([*fixtures, *named])  # type: ignore[attr-defined]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = ["pool", "layout"] if crossed else ["pool"]
+        names += [param.name for param in params if param.name != "fusion"]
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
         test.__name__, test.__qualname__, test.__doc__ = body.__name__, body.__qualname__, body.__doc__
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
         test.pytestmark = getattr(body, "pytestmark", [])  # type: ignore[attr-defined]
         if crossed:
             full = [cell for cell in _FULL if not dtypes or cell[2] in dtypes]
-            cells = [pytest.param(cell, id=_name(cell)) for cell in _THIN]
+            cells = [pytest.param(cell, id=f"{cell[0]}_ranks") for cell in _THIN]
             cells += [pytest.param(cell, id=_name(cell), marks=pytest.mark.soak) for cell in full]
             return pytest.mark.parametrize("layout", cells)(test)
         return test
@@ -88,16 +75,24 @@ def on_ranks(size: int, dtypes: Sequence[torch.dtype] = (), **run_options: Any) 
     return decorate
 
 
-def run_body(module: str, name: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
-    """On a rank: what `on_ranks` was given."""
+def run_body(module: str, name: str, kwargs: dict[str, Any], fusions: tuple[Any, ...], dtype: torch.dtype) -> None:
+    """On a rank: what `on_ranks` was given, once for each of `fusions` where it takes one."""
     torch.set_default_dtype(dtype)
-    getattr(importlib.import_module(module), name).body(**kwargs)
+    body = getattr(importlib.import_module(module), name).body
+    if not fusions:
+        body(**kwargs)
+    for fusion in fusions:
+        try:
+            body(**kwargs, fusion=fusion)
+        except BaseException as error:
+            error.add_note(f"with fusion={fusion}")
+            raise
+        gc.collect()
 
 
 def _name(cell: tuple[int, Any, torch.dtype]) -> str:
-    size, fusion, dtype = cell
-    buckets = {"None": "bucket_per_tensor", "25.0": "one_bucket"}.get(str(fusion), str(fusion))
-    return f"{size}_ranks-{buckets}" + ("" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}")
+    size, (fusion,), dtype = cell
+    return f"{size}_ranks-fusion_{fusion}-{str(dtype).removeprefix('torch.')}".replace(" ", "")
 
 
 # ---------------------------------------------------------------------------------------------------- on a rank
