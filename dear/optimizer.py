@@ -24,9 +24,9 @@ from .stats import Stats
 
 __all__ = ["DistributedOptimizer"]
 
-_REFUSED = {
-    "LBFGS": "it evaluates the model several times in one step",
-    "SparseAdam": "it needs sparse gradients, and averaged gradients are dense (use Adam)",
+_REFUSED: dict[type[optim.Optimizer], str] = {  # subclasses too
+    optim.LBFGS: "it evaluates the model several times in one step",
+    optim.SparseAdam: "it needs sparse gradients, and averaged gradients are dense (use Adam)",
 }
 
 
@@ -237,8 +237,9 @@ def _check_arguments(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model expects the torch.nn.Module that is trained, got {type(model).__name__}.")
     name = type(optimizer).__name__
-    if name in _REFUSED and type(optimizer).__module__.startswith("torch.optim"):
-        raise ArgumentError(f"{name} cannot be distributed: {_REFUSED[name]}. Choose another optimizer.")
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, refused):
+            raise ArgumentError(f"{name} cannot be distributed: {reason}. Choose another optimizer.")
     if shard not in (True, False, "auto"):
         raise ArgumentError(f"shard={shard!r}; expected True, False or 'auto'.")
     if shard is True and not steps_on_shards(optimizer):
