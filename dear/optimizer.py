@@ -199,9 +199,8 @@ class DistributedOptimizer(optim.Optimizer):
         engine = self._open()
         tracked = next((t for t in engine.tracked if t.param is param), None)
         if tracked is None:
-            raise ArgumentError(
-                f"full_grad expects a parameter that this optimizer trains, got a tensor of shape {tuple(param.shape)}."
-            )
+            got = f"of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+            raise ArgumentError(f"full_grad expects a parameter that this optimizer trains, got one {got}.")
         engine.finish_gradients()
         return engine.update.full_grad(tracked)
 
