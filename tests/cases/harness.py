@@ -38,9 +38,8 @@ MakeOptimizer = Callable[[nn.Module], optim.Optimizer]
 
 _THIN = [(size, (None, 25.0), torch.float32) for size in (2, 3)]
 _FULL = [
-    (size, (fusion,), dtype)
+    (size, (None, 3e-5, dear.NearbyLayers(2), 25.0), dtype)  # 3e-5 MiB: a few elements
     for size in (1, 2, 3, 4)
-    for fusion in (None, 3e-5, dear.NearbyLayers(2), 25.0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16)
 ]
 
@@ -91,8 +90,7 @@ def run_body(module: str, name: str, kwargs: dict[str, Any], fusions: tuple[Any,
 
 
 def _name(cell: tuple[int, Any, torch.dtype]) -> str:
-    size, (fusion,), dtype = cell
-    return f"{size}_ranks-fusion_{fusion}-{str(dtype).removeprefix('torch.')}".replace(" ", "")
+    return f"{cell[0]}_ranks-{str(cell[2]).removeprefix('torch.')}-every_fusion"
 
 
 # ---------------------------------------------------------------------------------------------------- on a rank
