@@ -120,7 +120,11 @@ class DistributedOptimizer(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if engine.options.sharded:  # the wrapped optimizer's step, which would call its hooks, does not run
+            self._call_hooks("_optimizer_step_pre_hooks")
         engine.step()
+        if engine.options.sharded:
+            self._call_hooks("_optimizer_step_post_hooks")
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers made before wrapping ask for it
         return loss
 
@@ -131,18 +135,28 @@ class DistributedOptimizer(optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's own format, whole, the same on every rank. Collective: call it on all ranks."""
         engine = self._open()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         whole = self._optimizer.state_dict()
         if engine.options.sharded:
             whole["state"] = engine.export_state()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, whole)
+            whole = whole if changed is None else changed
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state saved by this or the plain torch optimizer on any number of ranks. Call it on all ranks."""
         engine = self._open()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
         if engine.options.sharded:
             engine.adopt_state(checkpoint.load_into_groups(self._optimizer, state_dict))
         else:
             self._optimizer.load_state_dict(dict(state_dict))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     # -- beyond torch ------------------------------------------------------------------------------------------------
 
@@ -219,6 +233,14 @@ class DistributedOptimizer(optim.Optimizer):
     def close(self) -> None:
         """Ends what is under way, removes every hook, gives parameters memory of their own. Call on all ranks."""
         self._engine.close()
+
+    def _call_hooks(self, kind: str) -> None:
+        for hook in getattr(self._optimizer, kind).values():
+            if hook(self._optimizer, (self._optimizer,), {}) is not None:
+                raise ScheduleError(
+                    "a step hook of the wrapped optimizer changes the arguments of step(), which are not passed on. "
+                    "Register it on the DistributedOptimizer."
+                )
 
     def _open(self) -> Engine:
         if self._engine.closed:
