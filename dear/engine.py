@@ -91,7 +91,7 @@ class Engine:
         for tracked in self.tracked:
             _owners[id(tracked.param)] = self
         world.on_shutdown(self)
-        self.peers.watch(functools.partial(_activity, this))
+        self.peers.watch(functools.partial(_activity, this, self.log))
 
     def _start(self, model: nn.Module, this: weakref.ref[Engine]) -> None:
         check_agreement(describe(model, self.optimizer, [str(self.options)]), self._gather_objects)
@@ -348,10 +348,10 @@ def _broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> 
         engine.broadcast(list(module.buffers()))
 
 
-def _activity(this: weakref.ref[Engine]) -> Activity:
+def _activity(this: weakref.ref[Engine], log: WaitLog) -> Activity:
     engine = this()
-    if engine is None:
-        return Activity(0, "", 0.0)
+    if engine is None:  # dropped; its steps are still what the others may want to know
+        return Activity(log.num_steps, "", log.waited_ms)
     communicator = engine.communicator
     return Activity(engine.replica.step, communicator.doing, engine.log.waited_ms, communicator.failed)
 
