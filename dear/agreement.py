@@ -17,7 +17,11 @@ __all__ = ["check_agreement", "describe"]
 def describe(model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str]) -> list[str]:
     """One line for each thing that has to be the same on every rank."""
     lines = [f"optimizer class {type(optimizer).__module__}.{type(optimizer).__qualname__}", *options]
-    owner = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    owner = {
+        param: f"{number}, place {place}"  # of the same order in checkpoints
+        for number, group in enumerate(optimizer.param_groups)
+        for place, param in enumerate(group["params"])
+    }
     for name, param in model.named_parameters():
         state = optimizer.state.get(param, {})
         history = ", ".join(f"{key}={_value(value)}" for key, value in sorted(state.items()))
@@ -27,8 +31,9 @@ def describe(model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str
         )
     lines += [f"buffer '{name}': shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     for number, group in enumerate(optimizer.param_groups):
-        values = {key: _value(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
-        lines.append(f"group {number}: {values}, {len(group['params'])} parameters")
+        lines.append(f"group {number}: {len(group['params'])} parameters")
+        keys = [key for key in sorted(group) if key not in ("params", "param_names")]
+        lines += [f"group {number}: {key}={_value(group[key])}" for key in keys]
     return lines
 
 

@@ -79,9 +79,9 @@ class Engine:
         self.communicator, self.peers = world.new_communicator(ranks)
         num_bytes = sum(t.spec.num_bytes for t in self.tracked)
         self.streams = Streams(self.tracked[0].param.device, self.trace, one_worker=num_bytes < ONE_WORKER_BYTES)
-        self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator)
-        self._finalizer.atexit = False  # dear.shutdown sees to that
         self._handles: list[Any] = []
+        self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator, self._handles)
+        self._finalizer.atexit = False  # dear.shutdown sees to that
         self._model = model
         self._doors = Doors(model)
         _hide_from_dynamo()
@@ -93,7 +93,7 @@ class Engine:
         for tracked in self.tracked:
             _owners[id(tracked.param)] = self
         world.on_shutdown(self)
-        self.peers.watch(functools.partial(_activity, this))
+        self.peers.watch(functools.partial(_activity, this, self.log))
 
     def _start(self, model: nn.Module, this: weakref.ref[Engine]) -> None:
         check_agreement(describe(model, self.optimizer, [str(self.options)]), self._gather_objects)
@@ -351,8 +351,7 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
         self._doors.close()
         for tracked in self.tracked:
             _owners.pop(id(tracked.param), None)
@@ -385,18 +384,28 @@ def _broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> 
         engine.broadcast(list(module.buffers()))
 
 
-def _activity(this: weakref.ref[Engine]) -> Activity:
+def _activity(this: weakref.ref[Engine], log: WaitLog) -> Activity:
     engine = this()
-    if engine is None:
-        return Activity(0, "", 0.0)
+    if engine is None:  # dropped; its steps are still what the others may want to know
+        return Activity(log.num_steps, "", log.waited_ms)
     communicator = engine.communicator
     return Activity(engine.replica.step, communicator.doing, engine.log.waited_ms, communicator.failed)
 
 
-def _end(streams: Streams, communicator: Communicator) -> None:
-    """Lets what was enqueued drain, with a deadline: peers may still need this rank's part."""
+def _end(streams: Streams, communicator: Communicator, handles: list[Any]) -> None:
+    """Lets what was enqueued drain, with a deadline: peers may still need this rank's part.
+
+    Also when the optimizer was dropped without `close()`: then its hooks are still there.
+    """
+    _remove(handles)
     streams.close()
     communicator.close()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _hide_from_dynamo() -> None:

@@ -88,13 +88,19 @@ class InFlightGradient(torch.Tensor):
             if others:
                 func(others, *args[1:])
             return None
-        grad = _first(args, cls)
+        grad = _first((*args, *(kwargs or {}).values()), cls)
         raise _misuse(grad.fqn if grad is not None else "?", str(func))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise _misuse(self.fqn, "code that reads its memory")
 
-    numpy = tolist = data_ptr = __reduce_ex__ = __array__ = _refuse
+    numpy = tolist = data_ptr = storage = share_memory_ = __dlpack__ = __reduce_ex__ = __array__ = _refuse
+
+    def _replace(self, value: torch.Tensor) -> None:
+        if value is not self:  # modules that are moved to where they are give each gradient to itself
+            raise _misuse(self.fqn, "code that replaces its memory")
+
+    data = property(_refuse, _replace)
 
 
 def _misuse(fqn: str, who: str) -> ScheduleError:

@@ -24,9 +24,9 @@ from .stats import Stats
 
 __all__ = ["DistributedOptimizer"]
 
-_REFUSED = {
-    "LBFGS": "it evaluates the model several times in one step",
-    "SparseAdam": "it needs sparse gradients, and averaged gradients are dense (use Adam)",
+_REFUSED: dict[type[optim.Optimizer], str] = {  # subclasses too
+    optim.LBFGS: "it evaluates the model several times in one step",
+    optim.SparseAdam: "it needs sparse gradients, and averaged gradients are dense (use Adam)",
 }
 
 
@@ -97,6 +97,12 @@ class DistributedOptimizer(optim.Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r}, {self.plan.fusion}, {len(self.plan.buckets)} buckets)"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # what pickle and copy call
+        raise ScheduleError(
+            "a DistributedOptimizer cannot be copied or pickled: it belongs to this model and these ranks. Save its "
+            "state_dict() (on all ranks), and load it into an optimizer that wraps the other model."
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ScheduleError(
             "add_param_group after wrapping would leave the new parameters unsynchronised. Call close(), add the group "
@@ -114,7 +120,11 @@ class DistributedOptimizer(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if engine.options.sharded:  # the wrapped optimizer's step, which would call its hooks, does not run
+            self._call_hooks("_optimizer_step_pre_hooks")
         engine.step()
+        if engine.options.sharded:
+            self._call_hooks("_optimizer_step_post_hooks")
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers made before wrapping ask for it
         return loss
 
@@ -125,18 +135,28 @@ class DistributedOptimizer(optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's own format, whole, the same on every rank. Collective: call it on all ranks."""
         engine = self._open()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         whole = self._optimizer.state_dict()
         if engine.options.sharded:
             whole["state"] = engine.export_state()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, whole)
+            whole = whole if changed is None else changed
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state saved by this or the plain torch optimizer on any number of ranks. Call it on all ranks."""
         engine = self._open()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
         if engine.options.sharded:
             engine.adopt_state(checkpoint.load_into_groups(self._optimizer, state_dict))
         else:
             self._optimizer.load_state_dict(dict(state_dict))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     # -- beyond torch ------------------------------------------------------------------------------------------------
 
@@ -195,9 +215,8 @@ class DistributedOptimizer(optim.Optimizer):
         engine = self._open()
         tracked = next((t for t in engine.tracked if t.param is param), None)
         if tracked is None:
-            raise ArgumentError(
-                f"full_grad expects a parameter that this optimizer trains, got a tensor of shape {tuple(param.shape)}."
-            )
+            got = f"of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+            raise ArgumentError(f"full_grad expects a parameter that this optimizer trains, got one {got}.")
         engine.finish_gradients()
         return engine.update.full_grad(tracked)
 
@@ -217,6 +236,14 @@ class DistributedOptimizer(optim.Optimizer):
         """Ends what is under way, removes every hook, gives parameters memory of their own. Call on all ranks."""
         self._engine.close()
 
+    def _call_hooks(self, kind: str) -> None:
+        for hook in getattr(self._optimizer, kind).values():
+            if hook(self._optimizer, (self._optimizer,), {}) is not None:
+                raise ScheduleError(
+                    "a step hook of the wrapped optimizer changes the arguments of step(), which are not passed on. "
+                    "Register it on the DistributedOptimizer."
+                )
+
     def _open(self) -> Engine:
         if self._engine.closed:
             raise ScheduleError("this DistributedOptimizer was closed. Wrap the torch optimizer again.")
@@ -233,8 +260,9 @@ def _check_arguments(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model expects the torch.nn.Module that is trained, got {type(model).__name__}.")
     name = type(optimizer).__name__
-    if name in _REFUSED and type(optimizer).__module__.startswith("torch.optim"):
-        raise ArgumentError(f"{name} cannot be distributed: {_REFUSED[name]}. Choose another optimizer.")
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, refused):
+            raise ArgumentError(f"{name} cannot be distributed: {reason}. Choose another optimizer.")
     if shard not in (True, False, "auto"):
         raise ArgumentError(f"shard={shard!r}; expected True, False or 'auto'.")
     if shard is True and not steps_on_shards(optimizer):

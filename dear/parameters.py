@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
 
+from dearcore.errors import ScheduleError
 from dearcore.streams import Event
 
 __all__ = ["Gate", "PendingParameter", "without_waiting"]
@@ -74,6 +75,12 @@ class PendingParameter(nn.Parameter):
                 kind.dear_gate.wait(args)
         return func(*args, **(kwargs or {}))
 
+    def share_memory_(self) -> NoReturn:  # moves the memory of all buckets, into which others may be gathering
+        raise ScheduleError(
+            f"the memory of '{self.dear_gate.name_of(self)}' cannot be moved while parameters are on their way. Call "
+            "synchronize() first, or share_memory() before wrapping."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         self.dear_gate.wait((self,))
         return cast(nn.Parameter, copy.deepcopy(self, memo))
@@ -117,6 +124,9 @@ class Gate:
 
     def params(self) -> list[nn.Parameter]:
         return [param for param, _, _ in self._members]
+
+    def name_of(self, param: nn.Parameter) -> str:
+        return self._names[id(param)]
 
     def holds_any(self, param_ids: set[int]) -> bool:
         return not param_ids.isdisjoint(self._names)

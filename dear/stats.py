@@ -88,6 +88,10 @@ class WaitLog:
         self._num_steps += 1
 
     @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
     def waited_ms(self) -> float:
         """Mean time that an iteration has waited for parameters."""
         return 1e3 * self._waited_s / max(self._num_steps, 1)

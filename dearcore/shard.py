@@ -40,8 +40,14 @@ SegmentState = dict[str, Any]  # of one segment: element-wise tensors [numel], a
 
 
 def steps_on_shards(optimizer: optim.Optimizer) -> bool:
-    """True if the optimizer's exact class is known to be element-wise. A subclass may do anything, so it is not."""
-    return type(optimizer) in ELEMENTWISE
+    """True if the optimizer's exact class is known to be element-wise.
+
+    A subclass may do anything, so it is not, nor is an optimizer whose `step` was replaced.
+    """
+    step = vars(optimizer).get("step")
+    of_scheduler = getattr(step, "_wrapped_by_lr_sched", False)  # LR schedulers put the class's own step there
+    is_own = step is None or (of_scheduler and getattr(step, "__wrapped__", None) is type(optimizer).step)
+    return type(optimizer) in ELEMENTWISE and is_own
 
 
 @dataclass(frozen=True, slots=True)
