@@ -19,6 +19,8 @@ from dearcore.trace import Trace
 from . import checkpoint
 from .context import current
 from .engine import Engine, Options
+from .following import joined
+from .joining import Call
 from .planning import check_fusion
 from .stats import Stats
 
@@ -133,6 +135,10 @@ class DistributedOptimizer(optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state saved by this or the plain torch optimizer on any number of ranks. Call it on all ranks."""
         engine = self._open()
+        if engine.announcer.active:
+            raise ScheduleError(
+                "load_state_dict() inside join(): ranks without batches would not load it. Leave it first."
+            )
         if engine.options.sharded:
             engine.adopt_state(checkpoint.load_into_groups(self._optimizer, state_dict))
         else:
@@ -163,6 +169,20 @@ class DistributedOptimizer(optim.Optimizer):
         """Backward passes inside accumulate locally; the first one outside averages the sum."""
         return self._open().accumulating_locally()
 
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Ranks may have different numbers of batches inside. Enter and leave it on all ranks.
+
+            with opt.join():
+                for data, target in loader: ...      # as ever
+
+        A rank that leaves its loop early waits at the end of the block and takes part in what the others do, with
+        gradients of zero: averages are still divided by the number of all ranks. Gradients that it had left (of
+        `no_sync`, of `accumulate`) count in the next step. At the end all ranks hold the same parameters and options.
+        Other collectives (`dear.allreduce`, a second optimizer, `torch.distributed`) are not followed: leave the block
+        first. A rank that raises ends it for all.
+        """
+        return joined(self._open())
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the averaged gradients so that their norm is at most `max_norm`. Collective.
 
@@ -174,10 +194,8 @@ class DistributedOptimizer(optim.Optimizer):
         if math.isnan(max_norm) or max_norm < 0 or not norm_type > 0:
             raise ArgumentError(f"clip_grad_norm_ expects max_norm >= 0, norm_type > 0, got {max_norm}, {norm_type}.")
         engine.finish_gradients()
-        norm = engine.update.norm(norm_type).to(engine.streams.device, torch.float32)
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        engine.update.change_gradients(lambda grad: grad.mul_(factor))
-        return norm
+        engine.announcer.say(Call.CLIP_NORM, (max_norm, norm_type))
+        return engine.clip_norm(max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the averaged gradients to [-clip_value, clip_value]. Collective."""
@@ -186,7 +204,8 @@ class DistributedOptimizer(optim.Optimizer):
         if not clip_value >= 0:
             raise ArgumentError(f"clip_grad_value_ expects a value >= 0, got {clip_value}.")
         engine.finish_gradients()
-        engine.update.change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
+        engine.announcer.say(Call.CLIP_VALUE, clip_value)
+        engine.clip_value(clip_value)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor:
         """Returns the averaged gradient of `param`, whole, on every rank. Collective, after backward."""
@@ -197,6 +216,7 @@ class DistributedOptimizer(optim.Optimizer):
                 f"full_grad expects a parameter that this optimizer trains, got a tensor of shape {tuple(param.shape)}."
             )
         engine.finish_gradients()
+        engine.announcer.say(Call.FULL_GRAD, tracked.spec.index)
         return engine.update.full_grad(tracked)
 
     def synchronize(self) -> None:

@@ -42,6 +42,11 @@ class TrackedParameter:
         whole = self.whole
         return whole is not None and self.param.grad is whole and whole._version == self.whole_version
 
+    def forget(self) -> None:
+        """No gradient, neither of this rank nor an average."""
+        self.param.grad = self.whole = None
+        self.in_flight.local = None
+
     def adopt_strides(self, strides: tuple[int, ...]) -> None:
         """Memory order is the order of `strides`, which are dense; the first rank's count."""
         self.strides = strides
