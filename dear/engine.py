@@ -274,6 +274,10 @@ class Engine:
         states = checkpoint.export_state(self.replica)
         return {numbers[id(self.tracked[index].param)]: state for index, state in sorted(states.items())}
 
+    def names(self) -> dict[int, str]:
+        """Of every parameter of the model, by id."""
+        return {id(param): name for name, param in self._model.named_parameters()}
+
     def adopt_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes this rank's part of the whole state of every parameter, by id. The optimizer keeps no copy."""
         if self.options.sharded:

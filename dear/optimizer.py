@@ -75,8 +75,8 @@ class DistributedOptimizer(optim.Optimizer):
         world = current().world
         _check_arguments(optimizer, model, shard, accumulate, reduce_dtype, master_dtype)
         check_fusion(fusion)
-        sharded = steps_on_shards(optimizer) if shard == "auto" else bool(shard)
-        options = Options(schedule, fusion, sharded, accumulate, reduce_dtype, master_dtype, broadcast_buffers)
+        on_shards = steps_on_shards(optimizer) if shard == "auto" else bool(shard)
+        options = Options(schedule, fusion, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers)
         self._optimizer = optimizer
         self._engine = Engine(optimizer, model, options, world, world.ranks_of(group))
         optim.Optimizer.__setstate__(self, {})  # tables of hooks, profiler range around step
@@ -143,6 +143,44 @@ class DistributedOptimizer(optim.Optimizer):
             engine.adopt_state(checkpoint.load_into_groups(self._optimizer, state_dict))
         else:
             self._optimizer.load_state_dict(dict(state_dict))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What this rank owns of the state, for `torch.distributed.checkpoint`: a CPU copy, to save or load into.
+
+            state = {"model": model.state_dict(), "optimizer": opt.sharded_state_dict()}
+            torch.distributed.checkpoint.save(state, checkpoint_id=path)     # or async_save; on all ranks
+
+            torch.distributed.checkpoint.load(state, checkpoint_id=path)     # at any number of ranks
+            model.load_state_dict(state["model"])
+            opt.load_sharded_state_dict(state["optimizer"])
+
+        Raises ScheduleError where several ranks have no process group, without which each would save on its own.
+        """
+        from . import sharded  # torch's checkpoints take a second to import
+
+        engine = self._open()
+        if engine.announcer.active:
+            raise ScheduleError(
+                "sharded_state_dict() inside join(): ranks without batches would not save. Leave it first."
+            )
+        if not current().world.has_process_group:
+            raise ScheduleError(
+                "torch.distributed.checkpoint saves together only in a process group. Call "
+                "torch.distributed.init_process_group() before dear.init(), which then uses its ranks."
+            )
+        if not engine.options.sharded:
+            return sharded.export_whole(self._optimizer)
+        return sharded.export_sharded(engine.replica, self._optimizer, engine.names())
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `sharded_state_dict()` returned and a checkpoint was loaded into. Call it on all ranks."""
+        from . import sharded
+
+        engine = self._open()
+        if engine.options.sharded:
+            sharded.import_sharded(engine.replica, self._optimizer, engine.names(), state_dict)
+        else:
+            sharded.import_whole(self._optimizer, state_dict)
 
     # -- beyond torch ------------------------------------------------------------------------------------------------
 

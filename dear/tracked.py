@@ -53,6 +53,11 @@ class TrackedParameter:
         order = tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], self.spec.shape[d] == 1, d)))
         self._order = None if order == tuple(range(len(order))) else order
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions from the slowest in memory to the fastest."""
+        return tuple(range(len(self.strides))) if self._order is None else self._order
+
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat` [numel, memory order] in the parameter's shape and strides."""
         return torch.as_strided(flat, self.spec.shape, self.strides, flat.storage_offset())
