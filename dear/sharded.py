@@ -178,7 +178,7 @@ def import_sharded(
 
     Raises ArgumentError where it does not fit, before anything has changed.
     """
-    if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= set(loaded):
+    if not isinstance(loaded, Mapping) or not isinstance(loaded.get("param_groups"), bytes):
         raise ArgumentError(
             "load_sharded_state_dict expects what sharded_state_dict() returned, with a checkpoint loaded into it."
         )

@@ -255,7 +255,7 @@ def resumed(folder: str) -> list[Any]:
         state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict()}
         try:
             dcp.load(state, checkpoint_id=path)
-        except Exception as error:
+        except dcp.CheckpointException as error:
             found.append((path.name, type(error).__name__))
             continue
         model.load_state_dict(state["model"])
