@@ -27,6 +27,7 @@ from .agreement import check_agreement, describe
 from .bindings import Bindings
 from .doors import Doors, OwnHook
 from .gradients import local_gradient
+from .joining import Announcer, Call
 from .parameters import without_waiting
 from .planning import make_plan_and_schedule
 from .relayout import move_shards
@@ -79,6 +80,7 @@ class Engine:
         self.communicator, self.peers = world.new_communicator(ranks)
         num_bytes = sum(t.spec.num_bytes for t in self.tracked)
         self.streams = Streams(self.tracked[0].param.device, self.trace, one_worker=num_bytes < ONE_WORKER_BYTES)
+        self.announcer = Announcer(self.communicator, self.streams)
         self._handles: list[Any] = []
         self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator, self._handles)
         self._finalizer.atexit = False  # dear.shutdown sees to that
@@ -128,6 +130,11 @@ class Engine:
         grad = param.grad
         if grad is not tracked.in_flight:
             assert grad is not None
+            if self.announcer.active and grad is tracked.whole:
+                raise ScheduleError(
+                    f"the gradient of '{tracked.spec.fqn}' was added to the average of an earlier step, which ranks "
+                    "without batches cannot know of inside join(). Call opt.zero_grad() before each backward."
+                )
             # what no_sync() has left visible may be kept and used again by others
             tracked.in_flight.local = local_gradient(grad).clone() if self._was_local else local_gradient(grad)
             tracked.retained, tracked.whole = False, None
@@ -154,7 +161,8 @@ class Engine:
         """Brings every gradient of this iteration under way, whatever the user did to `p.grad`. Collective."""
         self._bindings.check()
         if self.replica.scheduler.observing:
-            self._adopt_observed_order()
+            self.announcer.say(Call.ORDER)
+            self.adopt_observed_order()
         replica = self.replica
         dropped: set[int] = set()
         zeroed: set[int] = set()
@@ -175,6 +183,8 @@ class Engine:
                     in_flight.zeroed = False
                     if in_flight.local is not None:
                         replica.scheduler.mark_late(index)
+        if dropped or zeroed:
+            self.announcer.say(Call.CLEAR, (dropped, zeroed))
         replica.clear(dropped, zeroed)
         replica.scheduler.finish_gradients()
         self.update.gradients_finished()
@@ -182,31 +192,55 @@ class Engine:
     def step(self) -> None:
         """Applies the averaged gradients and begins the next iteration. Collective."""
         self.finish_gradients()
+        if self.announcer.active:
+            self.announcer.say(Call.STEP, snapshot_hyper(self.optimizer))
+        self.apply()
+
+    def apply(self) -> None:
+        """The step itself, when all gradients are under way."""
         self.update.step()
         self.replica.step += 1
+        self.announcer.step = self.replica.step
         self.log.step_ended()
         self._forget_passes()
+
+    def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        norm = self.update.norm(norm_type).to(self.streams.device, torch.float32)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self.update.change_gradients(lambda grad: grad.mul_(factor))
+        return norm
+
+    def clip_value(self, clip_value: float) -> None:
+        self.update.change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Where gradients have arrived, reductions may be under way: every rank launches the rest, then begins anew."""
         scheduler = self.replica.scheduler
-        self._unscaled = False
+        has_begun = scheduler.has_begun
         with without_waiting():
             if set_to_none:
-                self._forget_gradients()
-            if scheduler.has_begun:
-                if not scheduler.observing:
-                    scheduler.finish_gradients()
-                    self.replica.discard_early()
-                    self.replica.reduced.clear()
-                scheduler.restart()
+                self._forget_all()
+            if has_begun and not scheduler.observing:
+                scheduler.finish_gradients()
+                self.replica.discard_early()
+        self.announcer.say(Call.ZERO_GRAD, (set_to_none, has_begun))
+        self.forget_gradients(set_to_none, has_begun)
+
+    def forget_gradients(self, set_to_none: bool, has_begun: bool) -> None:
+        """Begins anew when all reductions are under way."""
+        self._unscaled = False
+        with without_waiting():
+            if has_begun:
+                self.replica.reduced.clear()
+                self.replica.scheduler.restart()
                 self._forget_passes()
-                if set_to_none:
-                    self._forget_gradients()
-            if not set_to_none:
-                for tracked in self.tracked:
-                    if tracked.param.grad is not None:
-                        tracked.param.grad.zero_()
+            if set_to_none:
+                self._forget_all()
+                return
+            for tracked in self.tracked:
+                if tracked.param.grad is not None:
+                    tracked.param.grad.zero_()
+                    tracked.whole = None
 
     def unscale(
         self, found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]
@@ -223,6 +257,8 @@ class Engine:
         if not self._unscaled:
             self.finish_gradients()
             self._unscaled = True
+            if self.announcer.active:
+                self.announcer.say(Call.UNSCALE, inv_scale.item())
             self.update.unscale(found_inf, inv_scale)
         return others
 
@@ -236,10 +272,9 @@ class Engine:
                 "has changed. Use schedule='dear'."
             )
 
-    def _forget_gradients(self) -> None:
+    def _forget_all(self) -> None:
         for tracked in self.tracked:
-            tracked.param.grad = tracked.whole = None
-            tracked.in_flight.local = None
+            tracked.forget()
 
     def _forget_passes(self) -> None:
         self._unscaled = self._was_local = False
@@ -251,9 +286,14 @@ class Engine:
     def export_state(self) -> dict[int, dict[str, Any]]:
         """The whole state of every parameter, by its number in the optimizer. Collective."""
         self.replica.discard_early()
+        self.announcer.say(Call.STATE)
         numbers = checkpoint.packed_indices(self.optimizer)
         states = checkpoint.export_state(self.replica)
         return {numbers[id(self.tracked[index].param)]: state for index, state in sorted(states.items())}
+
+    def names(self) -> dict[int, str]:
+        """Of every parameter of the model, by id."""
+        return {id(param): name for name, param in self._model.named_parameters()}
 
     def adopt_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes this rank's part of the whole state of every parameter, by id. The optimizer keeps no copy."""
@@ -306,17 +346,19 @@ class Engine:
             Numerics(options.reduce_dtype, options.master_dtype if options.sharded else None),
             self.log.waited,
             functools.partial(snapshot_hyper, self.optimizer),
+            self.announcer,
             observing,
         )
         return replica, (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)
 
-    def _adopt_observed_order(self) -> None:
-        """The first backward has shown the order of gradients: lay out anew if the first rank saw another one."""
+    def adopt_observed_order(self) -> None:
+        """The first backward has shown the order of gradients: lay out anew if the first rank with one saw another."""
         scheduler = self.replica.scheduler
         missing = set(range(len(self.tracked))) - set(scheduler.order)
         # what never got a gradient goes last in the backward, where it delays nobody's reduction
         observed = [*sorted(missing), *reversed(scheduler.order)] if scheduler.order else None
-        order: list[int] | None = self._gather_objects(observed)[0]
+        seen: list[list[int]] = [order for order in self._gather_objects(observed) if order is not None]
+        order = seen[0] if seen else None
         planned = [slot.param for bucket in self.replica.plan.buckets for slot in bucket.slots if slot.start == 0]
         scheduler.observing = False
         if order is not None and order != planned:
@@ -324,13 +366,16 @@ class Engine:
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Gives every rank the first rank's values, in place; blocks until done."""
+    def broadcast_buffers(self, root: int) -> None:
+        self.broadcast(list(self._model.buffers()), root)
+
+    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
+        """Gives every rank the root's values, in place; blocks until done."""
         with torch.no_grad():
             copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
             for copy in copies:
                 label = "broadcast of the first rank's values"
-                self.communicator.start_broadcast(copy, 0, self.streams.communication, label)
+                self.communicator.start_broadcast(copy, root, self.streams.communication, label)
             self._wait_communication()
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.data.copy_(copy)  # not a change that a graph of an earlier forward should see
@@ -381,7 +426,8 @@ def _unscale(
 def _broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> None:
     engine = this()
     if engine is not None and module.training and torch.is_grad_enabled():
-        engine.broadcast(list(module.buffers()))
+        heard = engine.announcer.ask(Call.BUFFERS)
+        engine.broadcast_buffers(0 if heard is None else heard.leader)
 
 
 def _activity(this: weakref.ref[Engine], log: WaitLog) -> Activity:

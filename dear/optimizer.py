@@ -19,6 +19,8 @@ from dearcore.trace import Trace
 from . import checkpoint
 from .context import current
 from .engine import Engine, Options
+from .following import joined
+from .joining import Call
 from .planning import check_fusion
 from .stats import Stats
 
@@ -73,8 +75,8 @@ class DistributedOptimizer(optim.Optimizer):
         world = current().world
         _check_arguments(optimizer, model, shard, accumulate, reduce_dtype, master_dtype)
         check_fusion(fusion)
-        sharded = steps_on_shards(optimizer) if shard == "auto" else bool(shard)
-        options = Options(schedule, fusion, sharded, accumulate, reduce_dtype, master_dtype, broadcast_buffers)
+        on_shards = steps_on_shards(optimizer) if shard == "auto" else bool(shard)
+        options = Options(schedule, fusion, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers)
         self._optimizer = optimizer
         self._engine = Engine(optimizer, model, options, world, world.ranks_of(group))
         optim.Optimizer.__setstate__(self, {})  # tables of hooks, profiler range around step
@@ -151,12 +153,54 @@ class DistributedOptimizer(optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
+        if engine.announcer.active:
+            raise ScheduleError(
+                "load_state_dict() inside join(): ranks without batches would not load it. Leave it first."
+            )
         if engine.options.sharded:
             engine.adopt_state(checkpoint.load_into_groups(self._optimizer, state_dict))
         else:
             self._optimizer.load_state_dict(dict(state_dict))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What this rank owns of the state, for `torch.distributed.checkpoint`: a CPU copy, to save or load into.
+
+            state = {"model": model.state_dict(), "optimizer": opt.sharded_state_dict()}
+            torch.distributed.checkpoint.save(state, checkpoint_id=path)     # or async_save; on all ranks
+
+            torch.distributed.checkpoint.load(state, checkpoint_id=path)     # at any number of ranks
+            model.load_state_dict(state["model"])
+            opt.load_sharded_state_dict(state["optimizer"])
+
+        Raises ScheduleError where several ranks have no process group, without which each would save on its own.
+        """
+        from . import sharded  # torch's checkpoints take a second to import
+
+        engine = self._open()
+        if engine.announcer.active:
+            raise ScheduleError(
+                "sharded_state_dict() inside join(): ranks without batches would not save. Leave it first."
+            )
+        if not current().world.has_process_group:
+            raise ScheduleError(
+                "torch.distributed.checkpoint saves together only in a process group. Call "
+                "torch.distributed.init_process_group() before dear.init(), which then uses its ranks."
+            )
+        if not engine.options.sharded:
+            return sharded.export_whole(self._optimizer)
+        return sharded.export_sharded(engine.replica, self._optimizer, engine.names())
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `sharded_state_dict()` returned and a checkpoint was loaded into. Call it on all ranks."""
+        from . import sharded
+
+        engine = self._open()
+        if engine.options.sharded:
+            sharded.import_sharded(engine.replica, self._optimizer, engine.names(), state_dict)
+        else:
+            sharded.import_whole(self._optimizer, state_dict)
 
     # -- beyond torch ------------------------------------------------------------------------------------------------
 
@@ -183,6 +227,22 @@ class DistributedOptimizer(optim.Optimizer):
         """Backward passes inside accumulate locally; the first one outside averages the sum."""
         return self._open().accumulating_locally()
 
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Ranks may have different numbers of batches inside. Enter and leave it on all ranks.
+
+            with opt.join():
+                for data, target in loader: ...      # as ever
+
+        A rank that leaves its loop early waits at the end of the block and takes part in what the others do, with
+        gradients of zero: averages are still divided by the number of all ranks. Gradients that it had left (of
+        `no_sync`, of `accumulate`) count in the next step. At the end all ranks hold the same parameters and options.
+        Other collectives (`dear.allreduce`, a second optimizer, `torch.distributed`) are not followed: leave the block
+        first. A rank that raises ends it for all.
+        """
+        engine = self._open()
+        engine.check_steps_wait("join()", "a rank without batches could follow")
+        return joined(engine)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the averaged gradients so that their norm is at most `max_norm`. Collective.
 
@@ -195,10 +255,8 @@ class DistributedOptimizer(optim.Optimizer):
             raise ArgumentError(f"clip_grad_norm_ expects max_norm >= 0, norm_type > 0, got {max_norm}, {norm_type}.")
         engine.check_steps_wait("clipping", "the norm of all gradients is known")
         engine.finish_gradients()
-        norm = engine.update.norm(norm_type).to(engine.streams.device, torch.float32)
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        engine.update.change_gradients(lambda grad: grad.mul_(factor))
-        return norm
+        engine.announcer.say(Call.CLIP_NORM, (max_norm, norm_type))
+        return engine.clip_norm(max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the averaged gradients to [-clip_value, clip_value]. Collective."""
@@ -208,7 +266,8 @@ class DistributedOptimizer(optim.Optimizer):
             raise ArgumentError(f"clip_grad_value_ expects a value >= 0, got {clip_value}.")
         engine.check_steps_wait("clipping", "anybody could clip")
         engine.finish_gradients()
-        engine.update.change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
+        engine.announcer.say(Call.CLIP_VALUE, clip_value)
+        engine.clip_value(clip_value)
 
     def full_grad(self, param: nn.Parameter) -> torch.Tensor:
         """Returns the averaged gradient of `param`, whole, on every rank. Collective, after backward."""
@@ -218,6 +277,7 @@ class DistributedOptimizer(optim.Optimizer):
             got = f"of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
             raise ArgumentError(f"full_grad expects a parameter that this optimizer trains, got one {got}.")
         engine.finish_gradients()
+        engine.announcer.say(Call.FULL_GRAD, tracked.spec.index)
         return engine.update.full_grad(tracked)
 
     def synchronize(self) -> None:

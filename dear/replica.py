@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from dearcore.streams import Event, InlineStream, Streams
 
 from .doors import Doors
 from .gradients import local_gradient
+from .joining import Announcer, Call
 from .parameters import Gate, without_waiting
 from .scheduler import Scheduler
 from .tracked import TrackedParameter
 
-__all__ = ["Numerics", "Replica", "settle_gradient"]
+__all__ = ["Numerics", "Replica", "Standing", "settle_gradient"]
 
 
 KEPT, CLEARED = 1, 2  # what a rank did with a parameter's average: added to it; forgot it after its reduction
@@ -42,6 +43,17 @@ class Numerics:
         return self.reduce_dtype or dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a bucket's new gradients are added to, by parameter: the same on all ranks unless users do differently."""
+
+    add: bool  # an earlier average stands in the reduced shard
+    dropped: set[int]  # but of these nothing
+    zeroed: set[int]  # and of these zeros
+    kept: set[int]
+    averages: set[int]  # whole averages that stand in `p.grad`
+
+
 @dataclass(slots=True)
 class Replica:
     """Parameters become views of one flat buffer for each dtype; `launch` turns ops of the schedule into enqueued work.
@@ -58,6 +70,7 @@ class Replica:
     numerics: Numerics
     on_wait: Callable[[tuple[int, ...], str, float], None]
     read_hyper: Callable[[], Sequence[dict[str, Any]]]
+    announcer: Announcer
     observing: bool = False
     step: int = 0
     late_reduced: Event = field(init=False)  # late gradients -> shard step
@@ -141,6 +154,8 @@ class Replica:
         itself asks and then does what is needed; the host goes on. The ranks also tell which averages they have
         cleared: if one has and another has not, what is left is a mixture, which is an error.
         """
+        if self.announcer.active:
+            self.announcer.say(Call.LATE, {t.spec.index for t in self.tracked if t.holds_average()})
         communication, step = self.streams.communication, self.step
         num_buckets, num_params = len(self.buckets), len(self.tracked)
         told = torch.zeros(num_buckets + 2 * num_params, dtype=torch.uint8)
@@ -206,27 +221,48 @@ class Replica:
                 old.shape, tracked.strides, dtype=old.dtype, device=old.device
             ).copy_(old)
 
+    def follow_reduction(self, standing: Standing) -> None:
+        """The next reduction, with what this rank has left, onto what other ranks' gradients are added to."""
+        bucket = self.buckets[self.scheduler.next_reduction().bucket]
+        self.forget_averages({slot.param for slot in bucket.layout.slots}, keep=standing.averages)
+        with without_waiting():
+            for slot in bucket.layout.slots:
+                settle_gradient(self.tracked[slot.param])
+        self._reduce_onto(bucket, standing)
+
+    def forget_averages(self, params: Collection[int], keep: Collection[int]) -> None:
+        """Whole averages in `p.grad` that the other ranks have forgotten."""
+        with without_waiting():
+            for index in params:
+                if index not in keep and self.tracked[index].holds_average():
+                    self.tracked[index].forget()
+
     def _reduce(self, bucket: BucketRuntime) -> None:
         """Takes the local gradients of the bucket's parameters, which become in-flight, and enqueues its reduction."""
-        dropped: set[int] = set()
-        zeroed: set[int] = set()
-        add = False
+        standing = Standing(False, set(), set(), set(), set())
         with without_waiting():
             for slot in bucket.layout.slots:
                 tracked = self.tracked[slot.param]
+                if tracked.whole is not None and tracked.holds_average():
+                    standing.averages.add(slot.param)
                 settle_gradient(tracked)
-                if tracked.retained:
-                    add = True
-                    if not tracked.in_flight.zeroed:
-                        self._kept_and_cleared[slot.param] = KEPT
-                else:
-                    dropped.add(slot.param)
+                if not tracked.retained:
+                    standing.dropped.add(slot.param)
+                elif not tracked.in_flight.zeroed:
+                    standing.kept.add(slot.param)
                 if tracked.in_flight.zeroed:
-                    zeroed.add(slot.param)
-        if add and (dropped or zeroed):
-            bucket.start_clear(dropped, zeroed)
+                    standing.zeroed.add(slot.param)
+        standing = replace(standing, add=len(standing.dropped) < len(bucket.layout.slots))
+        self.announcer.say(Call.REDUCE, standing)
+        self._reduce_onto(bucket, standing)
+
+    def _reduce_onto(self, bucket: BucketRuntime, standing: Standing) -> None:
+        for param in standing.kept:
+            self._kept_and_cleared[param] = KEPT
+        if standing.add and (standing.dropped or standing.zeroed):
+            bucket.start_clear(standing.dropped, standing.zeroed)
         self.reduced.add(bucket.index)
-        bucket.start_reduction(self._take_gradients(bucket), add, self.step)
+        bucket.start_reduction(self._take_gradients(bucket), standing.add, self.step)
 
     def _take_gradients(self, bucket: BucketRuntime) -> list[torch.Tensor | None]:
         """The local gradients of the bucket's slots in memory order; from now on they are in flight."""

@@ -106,6 +106,15 @@ class Scheduler:
         late, self.late = self.late, set()
         self._launcher.launch_late(late)
 
+    def next_reduction(self) -> Op:
+        """For a rank that follows others: the reduction that they launch now. It counts as launched here."""
+        op = self._ops[self._cursor]
+        assert op.kind.is_reduction
+        self._cursor += 1
+        self._reduced[op.bucket] = 1
+        self.has_begun = True
+        return op
+
     def finish_step(self) -> None:
         """Launches everything that is left and begins the next iteration."""
         self._stepping = True

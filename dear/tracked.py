@@ -42,11 +42,21 @@ class TrackedParameter:
         whole = self.whole
         return whole is not None and self.param.grad is whole and whole._version == self.whole_version
 
+    def forget(self) -> None:
+        """No gradient, neither of this rank nor an average."""
+        self.param.grad = self.whole = None
+        self.in_flight.local = None
+
     def adopt_strides(self, strides: tuple[int, ...]) -> None:
         """Memory order is the order of `strides`, which are dense; the first rank's count."""
         self.strides = strides
         order = tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], self.spec.shape[d] == 1, d)))
         self._order = None if order == tuple(range(len(order))) else order
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions from the slowest in memory to the fastest."""
+        return tuple(range(len(self.strides))) if self._order is None else self._order
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat` [numel, memory order] in the parameter's shape and strides."""

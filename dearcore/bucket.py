@@ -107,7 +107,7 @@ class BucketRuntime:
         self._phase = Phase.READY
         size = communicator.size
         assert layout.num_shards in (1, size), "a bucket is cut into one shard a rank, or not at all"
-        self.is_sharded = layout.num_shards > 1  # one rank, too, is fresh when it has stepped
+        self.is_sharded = layout.num_shards > 1  # else nothing is gathered, also where there is one rank
         self.shard_index = rank = communicator.rank if self.is_sharded else 0
         shard_numel, region_numel = layout.shard_numel, layout.region_numel
         device = param_flat.device

@@ -160,6 +160,11 @@ class World:
         if self.heartbeat is not None:
             self.heartbeat.close()
 
+    @property
+    def has_process_group(self) -> bool:
+        """Programs that use torch.distributed's default group see the ranks of this world."""
+        return self.size == 1 or dist.is_initialized()
+
     def ranks_of(self, group: object) -> tuple[int, ...]:
         """The world ranks of a torch process group, of a sequence of ranks, or (None) of everyone."""
         if group is None:

@@ -34,7 +34,13 @@ def weighted(m: nn.Module, r: int) -> Tensor:
 @pytest.mark.parametrize("between", [0, 5, 129])
 def test_case_032_fairscale_167_global_norm(between: int, fusion: Any) -> None:
     """Also fairscale#98, NVIDIA/Megatron-LM#580, pytorch/pytorch#170862."""
-    for norm_type, expected in ((2.0, 5.0), (math.inf, 4.0), (1.0, 7.0), (3.0, 91 ** (1 / 3)), (0.5, (3**0.5 + 2) ** 2)):
+    for norm_type, expected in (
+        (2.0, 5.0),
+        (math.inf, 4.0),
+        (1.0, 7.0),
+        (3.0, 91 ** (1 / 3)),
+        (0.5, (3**0.5 + 2) ** 2),
+    ):
         twin = Twin(ThreeFour(between), fusion=fusion)
         twin.backward(weighted)
         norm = twin.optimizer.clip_grad_norm_(1.0, norm_type)
@@ -104,7 +110,9 @@ def test_case_034_torchs_clip_right_after_backward(use: str) -> None:
         twin.backward(weighted)
         params = [p for p in twin.model.parameters() if p.grad is not None]
         start = [p.detach().clone() for p in params]
-        with raises_at_once(dear.ScheduleError, r"gradient of '\w+' is being averaged.*opt\.clip_grad_norm_\(max_norm\)"):
+        with raises_at_once(
+            dear.ScheduleError, r"gradient of '\w+' is being averaged.*opt\.clip_grad_norm_\(max_norm\)"
+        ):
             if use == "clip_norm":
                 utils.clip_grad_norm_(params, 1.0)
             elif use == "clip_value":
@@ -168,7 +176,9 @@ def test_case_036_horovod_3160_skipped_iterations(zero: str, fusion: Any) -> Non
     for bad in (True, True, False, True, False, False):
         twin.both(lambda m, o: (m if zero == "model" else o).zero_grad(set_to_none=zero != "to_zeros"))
         factor = math.inf if bad else 1.0
-        twin.backward(lambda m, r, f=factor: (scaler if m is twin.model else plain_scaler).scale(m(ones(r, 2, 5)).sum() * f))
+        twin.backward(
+            lambda m, r, f=factor: (scaler if m is twin.model else plain_scaler).scale(m(ones(r, 2, 5)).sum() * f)
+        )
         scaler.unscale_(twin.optimizer)
         plain_scaler.unscale_(twin.plain_optimizer)
         if not bad:

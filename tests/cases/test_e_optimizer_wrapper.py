@@ -209,7 +209,10 @@ def grouped(**options: Any) -> Callable[[nn.Module], optim.Optimizer]:
     def make(m: nn.Module) -> optim.Optimizer:
         weights = [p for p in m.parameters() if p.dim() > 1]
         biases = [p for p in m.parameters() if p.dim() == 1]
-        groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 0.5, **options}, {"params": biases, "lr": 0.3}]
+        groups: list[dict[str, Any]] = [
+            {"params": weights, "weight_decay": 0.5, **options},
+            {"params": biases, "lr": 0.3},
+        ]
         return optim.SGD(groups, lr=0.1)
 
     return make
@@ -224,7 +227,9 @@ def test_case_044_pytorch_59973_parameter_groups(named: bool, fusion: Any) -> No
         if not named:
             return grouped()(m)
         pairs = list(m.named_parameters())
-        return optim.Adam([{"params": pairs[1:]}, {"params": pairs[:1], "lr": 0.01, "weight_decay": 0.2}], lr=0.1, eps=0.1)
+        return optim.Adam(
+            [{"params": pairs[1:]}, {"params": pairs[:1], "lr": 0.01, "weight_decay": 0.2}], lr=0.1, eps=0.1
+        )
 
     twin = Twin(TwoLayers(), make, fusion=fusion)
     twin.train(lambda m, r: m(ones(r, 2, 5)).square().mean(), 3)

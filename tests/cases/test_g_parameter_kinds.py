@@ -206,7 +206,11 @@ def strided_loss(m: nn.Module, r: int) -> Tensor:
     if isinstance(m, nn.ParameterList):
         weights = [torch.arange(p.numel(), dtype=p.dtype).view(p.shape) for p in m]
         return sum(((p * w).square().mean() for p, w in zip(m, weights, strict=True)), torch.zeros(())) * (r + 1) / 100
-    x = torch.linspace(-1, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4) if not isinstance(m, nn.Conv3d) else torch.ones(1, 3, 3, 3, 3)
+    x = (
+        torch.linspace(-1, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4)
+        if not isinstance(m, nn.Conv3d)
+        else torch.ones(1, 3, 3, 3, 3)
+    )
     return (m(x) * (r + 1)).square().mean()
 
 
@@ -226,7 +230,9 @@ def test_case_062_bitsandbytes_1185_strides(kind: str, fusion: Any) -> None:
 
 @on_ranks(2)
 def test_case_062_gradients_in_another_memory_format(fusion: Any) -> None:
-    twin = Twin(nn.ParameterList([nn.Parameter(torch.randn(3, 4, 2, 2)), nn.Parameter(torch.randn(6, 4))]), fusion=fusion)
+    twin = Twin(
+        nn.ParameterList([nn.Parameter(torch.randn(3, 4, 2, 2)), nn.Parameter(torch.randn(6, 4))]), fusion=fusion
+    )
     for _ in range(2):
         twin.zero_grad()
         for m in (twin.model, twin.plain):

@@ -34,7 +34,9 @@ def test_case_065_detectron2_2486_unfreezing_is_reported() -> None:
     model[0].requires_grad_(True)
     twin.optimizer.zero_grad()
     loss(model, dear.rank()).backward()
-    with raises_at_once(dear.ScheduleError, r"'0\.weight' was frozen when the optimizer was wrapped.*close\(\) and wrap"):
+    with raises_at_once(
+        dear.ScheduleError, r"'0\.weight' was frozen when the optimizer was wrapped.*close\(\) and wrap"
+    ):
         twin.optimizer.step()
     twin.optimizer.close()  # what the error says to do
     for p in model.parameters():
@@ -321,6 +323,8 @@ def test_case_069_a_change_on_one_rank_only_is_an_error_there_and_no_endless_wai
         return
     optimizer.zero_grad()
     loss(model, 0).backward()
-    with pytest.raises(dear.CommunicatorError, match=r"rank 0 of 2: .* failed\. Rank 1 (is silent|has not joined|failed)"):
+    with pytest.raises(
+        dear.CommunicatorError, match=r"rank 0 of 2: .* failed\. Rank 1 (is silent|has not joined|failed)"
+    ):
         optimizer.step()
         optimizer.synchronize()
