@@ -74,9 +74,11 @@ class Engine:
         self.log = WaitLog(self.trace)
         self.communicator: Communicator
         self.peers: Peers
-        self.communicator, self.peers = world.new_communicator(ranks)
+        device = self.tracked[0].param.device
+        self.communicator, self.peers = world.new_communicator(ranks, device)
         num_bytes = sum(t.spec.num_bytes for t in self.tracked)
-        self.streams = Streams(self.tracked[0].param.device, self.trace, one_worker=num_bytes < ONE_WORKER_BYTES)
+        shared = world.shared_stream(ranks, device)
+        self.streams = Streams(device, self.trace, num_bytes < ONE_WORKER_BYTES, shared)
         self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator)
         self._finalizer.atexit = False  # dear.shutdown sees to that
         self._handles: list[Any] = []
@@ -122,6 +124,7 @@ class Engine:
             self._was_local = True
             return
         tracked = self.tracked[index]
+        self.streams.note_gradient()
         self._unscaled = False
         grad = param.grad
         if grad is not tracked.in_flight:
@@ -180,6 +183,7 @@ class Engine:
         self.finish_gradients()
         self.update.step()
         self.replica.step += 1
+        self.streams.iteration_ended()
         self.log.step_ended()
         self._forget_passes()
 
@@ -292,6 +296,7 @@ class Engine:
         """Gives every rank the first rank's values, in place; blocks until done."""
         with torch.no_grad():
             copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+            self.streams.wait_values()
             for copy in copies:
                 label = "broadcast of the first rank's values"
                 self.communicator.start_broadcast(copy, 0, self.streams.communication, label)

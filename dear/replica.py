@@ -118,6 +118,9 @@ class Replica:
         if any(tracked.whole is not None for tracked in self.tracked):  # averages that stand where others add to theirs
             for bucket in self.buckets:
                 grads.setdefault(bucket.index, self._standing_averages(bucket))
+        if grads:
+            self.streams.wait_gradients(communication)
+        kept = list(grads.values())
         for bucket in self.buckets:
             communication.wait(bucket.shard_stepped)
         label = f"agreement on late gradients in step {step}"
@@ -133,6 +136,8 @@ class Replica:
 
         communication.run(label, reduce_late)
         communication.record(self.late_reduced)
+        if kept:
+            self.streams.keep_until(self.late_reduced, kept)
 
     def clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
         """Forgets averaged gradients that the user has set to None (dropped) or to zeros (zeroed)."""

@@ -21,8 +21,14 @@ class Communicator(Protocol):
     size: int
     deterministic: bool
     bytes_sent: int  # payload this rank has sent in reduce-scatters and all-gathers
-    doing: str  # label of the collective under way, "" for none
-    failed: str  # label of the one that failed
+
+    @property
+    def doing(self) -> str:
+        """Label of the collective under way, "" for none."""
+
+    @property
+    def failed(self) -> str:
+        """Label of the one that failed, "" for none."""
 
     def start_reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str
