@@ -26,13 +26,14 @@ from . import checkpoint
 from .agreement import check_agreement, describe
 from .bindings import Bindings
 from .doors import Doors, OwnHook
+from .foreign import ForeignCollectives
 from .gradients import local_gradient
 from .parameters import without_waiting
 from .planning import make_plan_and_schedule
 from .replica import Numerics, Replica, settle_gradient
 from .stats import WaitLog
 from .tracked import TrackedParameter, track
-from .update import ShardedUpdate, Update, WholeUpdate
+from .update import ShardedUpdate, Update, WholeUpdate, snapshot_hyper
 
 __all__ = ["Engine", "Options"]
 
@@ -84,6 +85,7 @@ class Engine:
         self._handles: list[Any] = []
         self._model = model
         self._doors = Doors(model)
+        self._foreign = None if shared is None else ForeignCollectives(model, self.streams)
         _hide_from_dynamo()
         try:
             self._start(model, this)
@@ -268,7 +270,10 @@ class Engine:
             self.log.waited,
             observing,
         )
-        return replica, (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)
+        update = (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)
+        if self.streams.on_cuda:
+            replica.warm_up(snapshot_hyper(self.optimizer))
+        return replica, update
 
     def _adopt_observed_order(self) -> None:
         """The first backward has shown the order of gradients: lay out anew if the first rank saw another one."""
@@ -323,6 +328,8 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._doors.close()
+        if self._foreign is not None:
+            self._foreign.close()
         for tracked in self.tracked:
             _owners.pop(id(tracked.param), None)
         with contextlib.suppress(Exception):  # of a stream that failed: the gates stay, so whoever touches is told

@@ -99,6 +99,28 @@ class Replica:
         else:
             bucket.start_all_gather(self.step)
 
+    def warm_up(self, hyper: Sequence[dict[str, Any]]) -> None:
+        """Launches every kernel and collective of an iteration once, without effect. Collective; blocks until done.
+
+        A kernel that CUDA loads at its first launch, and NCCL's first connection, may have to wait until the GPU is
+        idle, which it is not while a collective waits for another rank.
+        """
+        with without_waiting():
+            for op in self.schedule.ops:
+                bucket = self.buckets[op.bucket]
+                if op.kind.is_reduction:
+                    params = [self.tracked[slot.param] for slot in bucket.layout.slots]
+                    bucket.start_reduction([t.in_memory_order(t.param.detach()) for t in params], False, self.step)
+                elif op.kind is OpKind.STEP:
+                    bucket.start_idle_step(hyper)
+                else:
+                    bucket.start_all_gather(self.step)
+        for bucket in self.buckets:
+            if bucket.stepper is None:
+                bucket.start_clear({slot.param for slot in bucket.layout.slots}, ())
+            bucket.shard_stepped.wait_host()
+        self.wait_communication()
+
     def launch_late(self, late: Collection[int]) -> None:
         """Reduces what came after its bucket had left, on this rank or any other.
 

@@ -234,6 +234,16 @@ class BucketRuntime:
         self._move(Phase.STEPPED)
         self.on_reduced(f"step[{self.index}]", lambda: self._step(hyper))
 
+    def start_idle_step(self, hyper: Sequence[dict[str, Any]]) -> None:
+        """Forgets what was reduced and steps as if nothing had been used: launches every kernel, changes nothing."""
+        self._move(Phase.STEPPED)
+
+        def step() -> None:
+            self.reduced_region.zero_()
+            self._step(hyper)
+
+        self.on_reduced(f"idle_step[{self.index}]", step)
+
     def on_reduced(self, name: str, work: Callable[[], None]) -> None:
         """Runs `work`, which may read and change the reduced shard, after the reduction and before what follows it."""
         stream: Stream = self._streams.step

@@ -46,10 +46,10 @@ class _CudaEvent:
         self._worker: CpuStream | None = None
 
     def wait_host(self) -> None:
-        flag, cuda = self._flag, self._cuda
+        flag, recorded = self._flag, self._cuda
         flag.wait()
-        if cuda is not None:
-            cuda.synchronize()
+        if recorded is not None:
+            recorded.synchronize()
         self._check()
 
     def wait_compute(self) -> None:
@@ -243,6 +243,12 @@ class Streams:
         """Makes the communication stream wait for the compute stream, which has just made what is to be sent."""
         if isinstance(self.communication, CudaWorkerStream):
             self.communication.wait_current()
+
+    def wait_collectives(self) -> None:
+        """Makes the caller's compute stream wait for every collective enqueued so far."""
+        passed = self.new_event()
+        self.communication.record(passed)
+        passed.wait_compute()
 
     def wait_compute(self) -> None:
         """Makes the step stream wait for the compute stream, which may still read the weights. On CPU it has ended."""
