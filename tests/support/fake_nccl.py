@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 WAIT_S = 20.0
 
@@ -192,7 +193,8 @@ class _Communicator:
                 if any(entry[1] != what for entry in entries):
                     room.broken = f"ranks differ: {sorted((entry[0], entry[1]) for entry in entries)}"
                 else:
-                    self._move(name, [entry[2:] for entry in sorted(entries, key=lambda e: e[0])], args)
+                    with _disable_current_modes():  # what NCCL does is no operator of this rank
+                        self._move(name, [entry[2:] for entry in sorted(entries, key=lambda e: e[0])], args)
                 room.finished[number] = 1
                 del room.posted[number]
                 room.condition.notify_all()
@@ -225,7 +227,7 @@ class _Communicator:
         self.library.access(pointer, num_bytes, args["stream"], not is_send)
         with room.condition:
             if is_send:
-                room.mail.setdefault((self._rank, args["peer"]), []).append(buffer.clone())  # type: ignore[arg-type]
+                room.mail.setdefault((self._rank, args["peer"]), []).append(_cloned(buffer))  # type: ignore[arg-type]
                 room.condition.notify_all()
                 return
             box = room.mail.setdefault((args["peer"], self._rank), [])
@@ -234,4 +236,10 @@ class _Communicator:
             message: Any = box.pop(0)
         if message.dtype != buffer.dtype or message.numel() != buffer.numel():
             raise NcclError("send and recv differ in count or dtype")
-        buffer.copy_(message)
+        with _disable_current_modes():
+            buffer.copy_(message)
+
+
+def _cloned(buffer: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes():
+        return buffer.clone()
