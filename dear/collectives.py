@@ -11,7 +11,6 @@ from torch import optim
 
 from dearcore.bucket import accumulate_dtype
 from dearcore.errors import ArgumentError
-from dearcore.streams import InlineStream
 
 from .context import current
 
@@ -30,8 +29,6 @@ __all__ = [
     "broadcast_parameters",
     "reduce_scatter",
 ]
-
-_INLINE = InlineStream()
 
 
 class ReduceOp(Enum):
@@ -54,15 +51,15 @@ def allreduce(tensor: torch.Tensor, op: ReduceOp = Average) -> torch.Tensor:
     _check_reduce(tensor, op)
     if op in (Max, Min):
         result = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
-        context.communicator.start_combine(result, op.value, _INLINE, "allreduce")
+        context.communicator.start_combine(result, op.value, context.inline, "allreduce")
         return result.to(tensor.device)
     shard_numel = -(-tensor.numel() // size)
     flat = tensor.new_zeros(shard_numel * size, dtype=_sum_dtype(tensor))
     flat[: tensor.numel()] = tensor.detach().reshape(-1)
     context.communicator.start_reduce_scatter(
-        _own(flat), flat.clone(), size if op is Average else 1, _INLINE, "allreduce"
+        _own(flat), flat.clone(), size if op is Average else 1, context.inline, "allreduce"
     )
-    context.communicator.start_all_gather(flat, _INLINE, "allreduce")
+    context.communicator.start_all_gather(flat, context.inline, "allreduce")
     return flat[: tensor.numel()].view(tensor.shape).to(tensor.dtype)
 
 
@@ -80,7 +77,9 @@ def reduce_scatter(tensor: torch.Tensor, op: ReduceOp = Average) -> torch.Tensor
         )
     flat = tensor.detach().to(_sum_dtype(tensor)).contiguous().view(-1).clone()
     output = torch.empty_like(_own(flat))
-    context.communicator.start_reduce_scatter(output, flat, size if op is Average else 1, _INLINE, "reduce_scatter")
+    context.communicator.start_reduce_scatter(
+        output, flat, size if op is Average else 1, context.inline, "reduce_scatter"
+    )
     return output.view(-1, *tensor.shape[1:]).to(tensor.dtype)
 
 
@@ -93,7 +92,7 @@ def allgather(tensor: torch.Tensor) -> torch.Tensor:
     longest = max(lengths)
     whole = tensor.new_zeros(context.world.size, longest, *tensor.shape[1:])
     whole[context.world.rank, : tensor.shape[0]] = tensor.detach()
-    context.communicator.start_all_gather(whole.view(-1), _INLINE, "allgather")
+    context.communicator.start_all_gather(whole.view(-1), context.inline, "allgather")
     return torch.cat([part[:length] for part, length in zip(whole, lengths, strict=True)])
 
 
@@ -102,7 +101,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor:
     context = current()
     _check_root(root_rank)
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    context.communicator.start_broadcast(result, root_rank, _INLINE, "broadcast")
+    context.communicator.start_broadcast(result, root_rank, context.inline, "broadcast")
     return result
 
 
@@ -157,7 +156,8 @@ def broadcast_optimizer_state(optimizer: optim.Optimizer, root_rank: int = 0) ->
 
 def _gather_objects(mine: Any) -> list[Any]:
     gathered: list[Any] = []
-    current().communicator.start_gather_objects(mine, gathered, _INLINE, "exchange of objects")
+    context = current()
+    context.communicator.start_gather_objects(mine, gathered, context.inline, "exchange of objects")
     return gathered
 
 

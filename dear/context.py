@@ -12,6 +12,7 @@ import torch
 from dearcore.communicator import Communicator
 from dearcore.errors import ArgumentError, ScheduleError
 from dearcore.rendezvous import World, read_launch
+from dearcore.streams import Stream
 
 __all__ = ["device", "init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
 
@@ -19,9 +20,10 @@ BACKENDS = ("auto", "nccl", "gloo", "local")
 
 
 class _Context:
-    def __init__(self, world: World, device: torch.device) -> None:
-        self.world, self.device = world, device
-        self.communicator: Communicator = world.new_communicator(tuple(range(world.size)))[0]
+    def __init__(self, world: World) -> None:
+        self.world, self.device = world, world.device
+        self.communicator: Communicator = world.new_communicator(tuple(range(world.size)), world.device)[0]
+        self.inline: Stream = world.inline_stream()
 
 
 _context: _Context | None = None
@@ -36,14 +38,15 @@ def init(
     If `torch.distributed` is initialised already, its ranks and its store are used and its groups left alone.
 
     Args:
-        backend: "auto" takes what the machine has; "gloo" (CPU, or CUDA tensors staged through the host); "local"
-            (one rank, no network).
+        backend: "auto" takes NCCL where every rank has a GPU of its own and CuPy, else gloo; "nccl"; "gloo" (CPU, or
+            CUDA tensors staged through the host); "local" (one rank, no network).
         timeout: after which a collective that a peer does not join is an error on every rank.
         deterministic: gradients are summed in rank order, so that the result depends neither on the plan nor on the
             schedule; None follows `torch.are_deterministic_algorithms_enabled()`.
 
     Raises:
-        ArgumentError: a bad argument, or a launcher variable that is missing or wrong (it is named).
+        ArgumentError: a bad argument, a launcher variable that is missing or wrong (it is named), or a backend that
+            cannot be used here, with the command that mends it.
         CommunicatorError: the other ranks cannot be reached; address and port are named.
     """
     global _context
@@ -53,16 +56,12 @@ def init(
         raise ArgumentError(f"backend={backend!r}; expected one of {', '.join(BACKENDS)}.")
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise ArgumentError(f"timeout={timeout!r}; expected a positive datetime.timedelta.")
-    if backend == "nccl":
-        raise ArgumentError("backend='nccl' is not available in this version. Use 'auto' or 'gloo'.")
     launch = read_launch()
     if backend == "local" and launch.size > 1:
         raise ArgumentError(f"backend='local' is for one rank, but {launch.source} started {launch.size}. Use 'auto'.")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    world = World(launch, timeout, deterministic)
-    index = world.launch.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else 0
-    _context = _Context(world, torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu"))
+    _context = _Context(World(launch, timeout, deterministic, "gloo" if backend == "local" else backend))
 
 
 def shutdown() -> None:

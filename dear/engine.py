@@ -26,6 +26,7 @@ from . import checkpoint
 from .agreement import check_agreement, describe
 from .bindings import Bindings
 from .doors import Doors, OwnHook
+from .foreign import ForeignCollectives
 from .gradients import local_gradient
 from .joining import Announcer, Call
 from .parameters import without_waiting
@@ -77,15 +78,18 @@ class Engine:
         self.log = WaitLog(self.trace)
         self.communicator: Communicator
         self.peers: Peers
-        self.communicator, self.peers = world.new_communicator(ranks)
+        device = self.tracked[0].param.device
+        self.communicator, self.peers = world.new_communicator(ranks, device)
         num_bytes = sum(t.spec.num_bytes for t in self.tracked)
-        self.streams = Streams(self.tracked[0].param.device, self.trace, one_worker=num_bytes < ONE_WORKER_BYTES)
+        shared = world.shared_stream(ranks, device)
+        self.streams = Streams(device, self.trace, num_bytes < ONE_WORKER_BYTES, shared)
         self.announcer = Announcer(self.communicator, self.streams)
         self._handles: list[Any] = []
         self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator, self._handles)
         self._finalizer.atexit = False  # dear.shutdown sees to that
         self._model = model
         self._doors = Doors(model)
+        self._foreign = None if shared is None else ForeignCollectives(model, self.streams)
         _hide_from_dynamo()
         try:
             self._start(model, this)
@@ -126,6 +130,7 @@ class Engine:
             self._was_local = True
             return
         tracked = self.tracked[index]
+        self.streams.note_gradient()
         self._unscaled = False
         grad = param.grad
         if grad is not tracked.in_flight:
@@ -201,6 +206,7 @@ class Engine:
         self.update.step()
         self.replica.step += 1
         self.announcer.step = self.replica.step
+        self.streams.iteration_ended()
         self.log.step_ended()
         self._forget_passes()
 
@@ -349,7 +355,10 @@ class Engine:
             self.announcer,
             observing,
         )
-        return replica, (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)
+        update = (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)
+        if self.streams.on_cuda:
+            replica.warm_up(snapshot_hyper(self.optimizer))
+        return replica, update
 
     def adopt_observed_order(self) -> None:
         """The first backward has shown the order of gradients: lay out anew if the first rank with one saw another."""
@@ -373,6 +382,7 @@ class Engine:
         """Gives every rank the root's values, in place; blocks until done."""
         with torch.no_grad():
             copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+            self.streams.wait_values()
             for copy in copies:
                 label = "broadcast of the first rank's values"
                 self.communicator.start_broadcast(copy, root, self.streams.communication, label)
@@ -398,6 +408,8 @@ class Engine:
         self.closed = True
         _remove(self._handles)
         self._doors.close()
+        if self._foreign is not None:
+            self._foreign.close()
         for tracked in self.tracked:
             _owners.pop(id(tracked.param), None)
         with contextlib.suppress(Exception):  # of a stream that failed: the gates stay, so whoever touches is told

@@ -147,6 +147,28 @@ class Replica:
         if bucket.is_early:
             self.early[bucket.index] = True
 
+    def warm_up(self, hyper: Sequence[dict[str, Any]]) -> None:
+        """Launches every kernel and collective of an iteration once, without effect. Collective; blocks until done.
+
+        A kernel that CUDA loads at its first launch, and NCCL's first connection, may have to wait until the GPU is
+        idle, which it is not while a collective waits for another rank.
+        """
+        with without_waiting():
+            for op in self.schedule.ops:
+                bucket = self.buckets[op.bucket]
+                if op.kind.is_reduction:
+                    params = [self.tracked[slot.param] for slot in bucket.layout.slots]
+                    bucket.start_reduction([t.in_memory_order(t.param.detach()) for t in params], False, self.step)
+                elif op.kind is OpKind.STEP:
+                    bucket.start_idle_step(hyper)
+                else:
+                    bucket.start_all_gather(self.step)
+        for bucket in self.buckets:
+            if bucket.stepper is None:
+                bucket.start_clear({slot.param for slot in bucket.layout.slots}, ())
+            bucket.shard_stepped.wait_host()
+        self.wait_communication()
+
     def launch_late(self, late: Collection[int]) -> None:
         """Reduces what came after its bucket had left, on this rank or any other.
 
@@ -168,6 +190,9 @@ class Replica:
         if any(tracked.whole is not None for tracked in self.tracked):  # averages that stand where others add to theirs
             for bucket in self.buckets:
                 grads.setdefault(bucket.index, self._standing_averages(bucket))
+        if grads:
+            self.streams.wait_gradients(communication)
+        kept = list(grads.values())
         for bucket in self.buckets:
             communication.wait(bucket.shard_stepped)
         label = f"agreement on late gradients in step {step}"
@@ -183,6 +208,8 @@ class Replica:
 
         communication.run(label, reduce_late)
         communication.record(self.late_reduced)
+        if kept:
+            self.streams.keep_until(self.late_reduced, kept)
 
     def clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
         """Forgets averaged gradients that the user has set to None (dropped) or to zeros (zeroed)."""

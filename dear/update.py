@@ -85,6 +85,7 @@ class ShardedUpdate:
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         found = found_inf.detach().clone()
+        self._replica.streams.wait_compute()
 
         def work(bucket: BucketRuntime) -> None:
             torch._amp_foreach_non_finite_check_and_unscale_([bucket.grad_shard], found, inv_scale)

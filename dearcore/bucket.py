@@ -133,20 +133,10 @@ class BucketRuntime:
         self._narrow_wire = torch.finfo(wire_dtype).bits < torch.finfo(accumulate).bits
         self._pack_scale = 1.0 / size if self._narrow_wire else 1.0
         self._divisor = 1 if self._narrow_wire else size
-        self._table = dear_kernels.SegmentTable(
-            [
-                dear_kernels.Segment(
-                    tensor=segment.slot,
-                    start=segment.start,
-                    offset=segment.shard * region_numel + segment.offset,
-                    numel=segment.numel,
-                    flag=segment.shard * region_numel + shard_numel + segment.flag,
-                )
-                for segment in layout.segments()
-            ],
-            len(layout.slots),
-        )
+        self._table = self._new_table()
+        self._late_table: dear_kernels.SegmentTable | None = None
         self._late_flat: torch.Tensor | None = None
+        self._round_region: torch.Tensor | None = None
         self._shard_padding = _uncovered([slice(s.offset, s.offset + s.numel) for s in owned], shard_numel, device)
         spans = [slice(s.offset, s.offset + s.numel) for s in self._table.segments]
         flags = [slice(s.flag, s.flag + 1) for s in self._table.segments]
@@ -170,6 +160,23 @@ class BucketRuntime:
         low_precision = self._next_shard if self.has_master else None
         self.stepper = make_stepper(optimizer, self.owned, self.master_shard, self.step_grad_shard, low_precision)
 
+    def _new_table(self) -> dear_kernels.SegmentTable:
+        """Where gradients stand in the flat buffer. A table belongs to one stream: it remembers what it uploaded."""
+        region_numel, shard_numel = self.layout.region_numel, self.layout.shard_numel
+        return dear_kernels.SegmentTable(
+            [
+                dear_kernels.Segment(
+                    tensor=segment.slot,
+                    start=segment.start,
+                    offset=segment.shard * region_numel + segment.offset,
+                    numel=segment.numel,
+                    flag=segment.shard * region_numel + shard_numel + segment.flag,
+                )
+                for segment in self.layout.segments()
+            ],
+            len(self.layout.slots),
+        )
+
     @staticmethod
     def wire_numel(layout: Bucket, world_size: int) -> int:
         """Elements of the flat gradient buffer that a reduction needs: a multiple of the world size."""
@@ -191,14 +198,15 @@ class BucketRuntime:
         held = list(grads)
 
         def pack() -> None:
-            self._pack(grad_flat, held)
+            self._pack(grad_flat, held, self._table)
             held.clear()
 
         streams.pack.run(f"pack[{self.index}]", pack)
         streams.pack.record(self.grads_packed)
+        streams.keep_until(self.grads_packed, grads)
         communication.wait(self.grads_packed)
         communication.wait(self.shard_stepped)
-        output = torch.empty_like(self.reduced_region) if add else self.reduced_region
+        output = self._further_round() if add else self.reduced_region
         self._start_collective(output, grad_flat, communication, step)
         self._pool.record_read(flat_read, communication)
         if add:
@@ -208,16 +216,26 @@ class BucketRuntime:
     def reduce_late(self, grads: Sequence[torch.Tensor | None] | None, step: int) -> None:
         """Adds the average of further gradients (None: this rank has none). At once: for the communication stream."""
         numel = self.wire_numel(self.layout, self._communicator.size)
-        if self._late_flat is None:
+        if self._late_flat is None or self._late_table is None:
             self._late_flat = torch.zeros(numel, dtype=self._wire_dtype, device=self.param_flat.device)
+            self._late_table = self._new_table()
         grad_flat = self._late_flat
-        self._pack(grad_flat, grads or [None] * len(self.layout.slots))
+        self._pack(grad_flat, grads or [None] * len(self.layout.slots), self._late_table)
         output = torch.empty_like(self.reduced_region)
         self._start_collective(output, grad_flat, InlineStream(), step)
         self._add(output)
 
-    def _pack(self, grad_flat: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
-        dear_kernels.pack_(grad_flat, grads, self._table, scale=self._pack_scale)
+    def _further_round(self) -> torch.Tensor:
+        """Where the result of a further round arrives before it is added."""
+        if self._round_region is None:
+            self._round_region = torch.empty_like(self.reduced_region)
+            self._streams.wait_values()
+        return self._round_region
+
+    def _pack(
+        self, grad_flat: torch.Tensor, grads: Sequence[torch.Tensor | None], table: dear_kernels.SegmentTable
+    ) -> None:
+        dear_kernels.pack_(grad_flat, grads, table, scale=self._pack_scale)
         if self._padding is not None:  # buckets of other sizes have used the buffer
             grad_flat.index_fill_(0, self._padding, 0)
 
@@ -236,6 +254,16 @@ class BucketRuntime:
         """Steps this rank's shard with the options of each parameter group."""
         self._move(Phase.STEPPED)
         self.on_reduced(f"step[{self.index}]", lambda: self._step(hyper))
+
+    def start_idle_step(self, hyper: Sequence[dict[str, Any]]) -> None:
+        """Forgets what was reduced and steps as if nothing had been used: launches every kernel, changes nothing."""
+        self._move(Phase.STEPPED)
+
+        def step() -> None:
+            self.reduced_region.zero_()
+            self._step(hyper)
+
+        self.on_reduced(f"idle_step[{self.index}]", step)
 
     def on_reduced(self, name: str, work: Callable[[], None]) -> None:
         """Runs `work`, which may read and change the reduced shard, after the reduction and before what follows it."""
@@ -270,6 +298,7 @@ class BucketRuntime:
         """Returns [num_shards, n], every `shard` [n] in its place, whole when the communication stream has passed."""
         communication, rank = self._streams.communication, self.shard_index
         whole = torch.empty(self.layout.num_shards, shard.numel(), dtype=shard.dtype, device=shard.device)
+        self._streams.wait_values()
         communication.wait(self.grads_reduced)
         communication.wait(self.shard_stepped)
         communication.run(f"copy[{self.index}]", lambda: _discard(whole[rank].copy_(shard)))

@@ -21,12 +21,18 @@ class Communicator(Protocol):
     size: int
     deterministic: bool
     bytes_sent: int  # payload this rank has sent in reduce-scatters and all-gathers
-    doing: str  # label of the collective under way, "" for none
-    failed: str  # label of the one that failed
     peers_read: bool  # a reduction's `flat` is read by other ranks until the next collective has completed
 
     def new_flat(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros [numel] to be reduced from, in memory that suits the communicator best."""
+
+    @property
+    def doing(self) -> str:
+        """Label of the collective under way, "" for none."""
+
+    @property
+    def failed(self) -> str:
+        """Label of the one that failed, "" for none."""
 
     def start_reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, divisor: int, stream: Stream, label: str

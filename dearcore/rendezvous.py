@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from .backend import Decision, agree_on_backend, local_device
 from .communicator import Communicator, LocalCommunicator, NullCommunicator
 from .errors import ArgumentError, CommunicatorError
 from .gloo import GlooCommunicator
 from .heartbeat import Heartbeat, Peers
+from .nccl_world import NcclWorld
+from .streams import BlockingStream, CudaWorkerStream, InlineStream, Stream
 
 __all__ = ["Launch", "World", "read_launch"]
 
@@ -121,7 +125,7 @@ class World:
     alone: every communicator has connections of its own.
     """
 
-    def __init__(self, launch: Launch, timeout: timedelta, deterministic: bool) -> None:
+    def __init__(self, launch: Launch, timeout: timedelta, deterministic: bool, backend: str = "gloo") -> None:
         self.timeout = timeout
         self.deterministic = deterministic
         self.store: Store | None = None
@@ -149,6 +153,11 @@ class World:
         # init, shutdown, init again must not meet the keys of the first time
         time = self.store.add(f"dear/init/{self.rank}", 1) if self.store is not None else 0
         self._key = f"dear/{time}"
+        self.device = local_device(self.launch.local_rank)
+        self.decision = self._decide(backend)
+        self._nccl = (
+            NcclWorld(self.device, self.rank, timeout, deterministic) if self.decision.backend == "nccl" else None
+        )
 
     def on_shutdown(self, closeable: Closeable) -> None:
         """`closeable.close()` is called by `close`, unless it has died before."""
@@ -157,6 +166,8 @@ class World:
     def close(self) -> None:
         for closeable in list(self._closeables):
             closeable.close()
+        if self._nccl is not None:
+            self._nccl.close()
         if self.heartbeat is not None:
             self.heartbeat.close()
 
@@ -182,10 +193,25 @@ class World:
             )
         return tuple(ranks)
 
-    def new_communicator(self, ranks: tuple[int, ...]) -> tuple[Communicator, Peers]:
-        """Connects `ranks` (collective over them). The peers tell what each of them is doing."""
+    def shared_stream(self, ranks: tuple[int, ...], device: torch.device) -> CudaWorkerStream | None:
+        """The stream of all collectives over `ranks` on `device`; None: every optimizer has one of its own."""
+        if self._nccl is None or self.moves_nothing or device.type == "cpu":
+            return None
+        return self._nccl.stream(ranks)
+
+    def inline_stream(self) -> Stream:
+        """For collectives that the caller waits for."""
+        stream = self.shared_stream(tuple(range(self.size)), self.device)
+        return InlineStream() if stream is None else BlockingStream(stream)
+
+    def new_communicator(
+        self, ranks: tuple[int, ...], device: torch.device | None = None
+    ) -> tuple[Communicator, Peers]:
+        """Connects `ranks` (collective over them), for tensors on `device`. The peers tell what each is doing."""
         if self.moves_nothing:
             return NullCommunicator(ranks.index(self.rank), len(ranks)), Peers(None, "", ranks, self.rank)
+        if self._nccl is not None and device is not None and device.type == "cuda":
+            return self._new_nccl(ranks)
         if len(ranks) == 1:
             return LocalCommunicator(self.deterministic), Peers(None, "", ranks, self.rank)
         assert self.store is not None
@@ -202,6 +228,21 @@ class World:
             use_host_memory=self.use_host_memory,
         )
         return communicator, peers
+
+    def _decide(self, backend: str) -> Decision:
+        if backend == "gloo" or (backend == "auto" and self.size == 1):  # nothing to agree on
+            return Decision("gloo", "asked for" if backend == "gloo" else "one rank sends nothing")
+        return agree_on_backend(
+            backend, self.store, self.rank, self.size, self.device, self.timeout, f"{self._key}/backend"
+        )
+
+    def _new_nccl(self, ranks: tuple[int, ...]) -> tuple[Communicator, Peers]:
+        assert self._nccl is not None
+        number = self._num_communicators[ranks] = self._num_communicators.get(ranks, 0) + 1
+        key = f"{self._key}/nccl/{'-'.join(map(str, ranks))}"
+        store = HashStore() if self.store is None else self.store
+        communicator = self._nccl.communicator(ranks, PrefixStore(key, store), self.heartbeat, f"{key}/heartbeat")
+        return communicator, Peers(self.heartbeat, f"{key}/{number}/heartbeat", ranks, self.rank)
 
 
 def _connect(launch: Launch, timeout: timedelta) -> Store:

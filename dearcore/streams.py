@@ -7,181 +7,163 @@ again gives it a new meaning for later waits only.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from .errors import ScheduleError
+from .cpu_streams import ALREADY_TRUE, CpuEvent, CpuStream, Event, Flag, InlineStream, Stream
 from .trace import Trace
 
-__all__ = ["CpuEvent", "CpuStream", "Event", "InlineStream", "Stream", "Streams"]
+__all__ = [
+    "BlockingStream",
+    "CpuEvent",
+    "CpuStream",
+    "CudaWorkerStream",
+    "Event",
+    "InlineStream",
+    "Stream",
+    "Streams",
+    "current_handle",
+    "on_device",
+    "record_mark",
+]
 
 
-class Event(Protocol):
-    def wait_host(self) -> None:
-        """Blocks the host until the event has come true; raises what its stream failed with."""
+class _CudaEvent:
+    """A CUDA event that is recorded by a worker thread: the flag says that it was recorded, CUDA that it is true.
 
-    def wait_compute(self) -> None:
-        """Makes the caller's compute stream wait. On CPU the compute stream is the caller."""
-
-    def is_done(self) -> bool: ...
-
-
-class Stream(Protocol):
-    def run(self, name: str, work: Callable[[], None]) -> None:
-        """Enqueues `work`; `name` labels it in traces, as in `reduce_scatter[3]`."""
-
-    def record(self, event: Event) -> None: ...
-
-    def wait(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Flag:
-    """One recording of an event. Set once, with the error of its stream if that had failed by then."""
-
-    __slots__ = ("_done", "error")
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.error: BaseException | None = None
-
-    def set(self, error: BaseException | None = None) -> None:
-        if not self._done.is_set():  # a watchdog may have been first
-            self.error = error
-            self._done.set()
-
-    def is_set(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self.error is not None:
-            raise self.error
-
-
-_ALREADY_TRUE = _Flag()
-_ALREADY_TRUE.set()
-
-
-class CpuEvent:
-    """True until recorded, then true again when its stream has got there."""
-
-    __slots__ = ("_flag",)
-
-    def __init__(self) -> None:
-        self._flag = _ALREADY_TRUE
-
-    def wait_host(self) -> None:
-        flag = self._flag
-        if not flag.is_set() or flag.error is not None:
-            flag.wait()
-
-    wait_compute = wait_host
-
-    def is_done(self) -> bool:
-        return self._flag.is_set()
-
-    def fail(self, error: BaseException) -> None:
-        """Wakes every waiter with `error`: for watchdogs, when the stream itself is stuck."""
-        flag = self._flag
-        if not flag.is_set():
-            flag.set(error)
-
-    def _renew(self) -> _Flag:
-        self._flag = _Flag()
-        return self._flag
-
-    def _current(self) -> _Flag:
-        return self._flag
-
-
-class _Worker:
-    """A thread that runs closures in order, until the first that fails."""
-
-    def __init__(self, name: str) -> None:
-        self.error: BaseException | None = None
-        self.closed = False
-        self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"dear-{name}", daemon=True)
-        self._thread.start()
-
-    def close(self, timeout_s: float) -> None:
-        self.closed = True
-        self.queue.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-
-    def _work(self) -> None:
-        while (work := self.queue.get()) is not None:
-            work()
-            del work  # a closure must not keep tensors alive while the queue is empty
-
-
-class CpuStream:
-    """Closures in order on a worker thread. After a failure it runs nothing more and fails later events.
-
-    Streams that share a worker (`beside`) are one queue under several names.
+    An error of its stream that comes later (a collective that a watchdog aborted) is raised by waits too.
     """
 
-    def __init__(self, name: str, trace: Trace, beside: CpuStream | None = None) -> None:
+    __slots__ = ("_cuda", "_flag", "_worker")
+
+    def __init__(self) -> None:
+        self._flag = ALREADY_TRUE
+        self._cuda: Any = None
+        self._worker: CpuStream | None = None
+
+    def wait_host(self) -> None:
+        flag, recorded = self._flag, self._cuda
+        flag.wait()
+        if recorded is not None:
+            recorded.synchronize()
+        self._check()
+
+    def wait_compute(self) -> None:
+        """The host waits until the event is enqueued, never until it is true."""
+        flag, cuda = self._flag, self._cuda
+        flag.wait()
+        if cuda is not None:
+            torch.cuda.current_stream().wait_event(cuda)
+        self._check()
+
+    def is_done(self) -> bool:
+        flag, cuda = self._flag, self._cuda
+        return flag.is_set() and (cuda is None or bool(cuda.query()))
+
+    def fail(self, error: BaseException) -> None:
+        if not self._flag.is_set():
+            self._flag.set(error)
+
+    def as_of_now(self) -> _CudaEvent:
+        """This recording, whatever is recorded later."""
+        copy = _CudaEvent()
+        copy._flag, copy._cuda, copy._worker = self._flag, self._cuda, self._worker
+        return copy
+
+    def _check(self) -> None:
+        if self._worker is not None and self._worker.error is not None:
+            raise self._worker.error
+
+
+# The streams of an optimizer go before the backward's kernels, which fill the GPU: a collective needs a few of its
+# multiprocessors at once, and a pack that waits for the end of a long kernel delays a whole network.
+HIGH_PRIORITY = -1
+
+
+class CudaWorkerStream:
+    """A CUDA stream, and a worker thread that launches on it.
+
+    The worker blocks where a communicator has to (gloo's messages, the agreement on late gradients), so that the
+    caller never does. Streams may share a worker (`beside`), and the CUDA stream with it (`under`).
+    """
+
+    def __init__(
+        self, name: str, trace: Trace, device: torch.device, beside: CudaWorkerStream | None = None, cuda: Any = None
+    ) -> None:
         self.name = name
-        self._trace = trace
-        self._worker: _Worker = _Worker(name) if beside is None else beside._worker
+        self._worker: CpuStream = CpuStream(name, trace, None if beside is None else beside._worker)
+        self._owns_worker = beside is None
+        self._device = device
+        self.cuda: Any = torch.cuda.Stream(device, priority=HIGH_PRIORITY) if cuda is None else cuda  # type: ignore[no-untyped-call]
+
+    def under(self, name: str, trace: Trace) -> CudaWorkerStream:
+        """The same stream, with spans of its own."""
+        return CudaWorkerStream(name, trace, self._device, beside=self, cuda=self.cuda)
 
     def run(self, name: str, work: Callable[[], None]) -> None:
-        self._worker.queue.put(lambda: self._guarded(name, work))
+        def on_stream() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self.cuda):
+                work()
+
+        self._worker.run(name, on_stream)
 
     def record(self, event: Event) -> None:
-        assert isinstance(event, CpuEvent)
-        self.set_when_reached(event._renew())
+        assert isinstance(event, _CudaEvent)
+        flag = event._flag = Flag()
+        cuda = event._cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event._worker = self._worker
+        self._worker.run("record", lambda: cuda.record(self.cuda))
+        self._worker.set_when_reached(flag)
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, CpuEvent)
-        self.wait_flag(event._current())
+        assert isinstance(event, _CudaEvent)
+        flag, cuda = event._flag, event._cuda
+        if flag is not ALREADY_TRUE:
+            self._worker.wait_flag(flag)
+            self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
 
-    def set_when_reached(self, flag: _Flag) -> None:
-        worker = self._worker
-        if worker.closed:
-            flag.set(worker.error or ScheduleError(f"the {self.name} stream is closed."))
-        worker.queue.put(lambda: flag.set(worker.error))
+    def wait_for_stream(self, stream: Any) -> None:
+        """Waits for what a CUDA stream that is not ours has been given so far."""
+        cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        cuda.record(stream)
+        self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
 
-    def wait_flag(self, flag: _Flag) -> None:
-        if not flag.is_set() or flag.error is not None:
-            self._worker.queue.put(lambda: self._wait(flag))
+    def wait_current(self) -> None:
+        """Waits for what the caller's current stream has been given so far."""
+        self.wait_for_stream(torch.cuda.current_stream(self._device))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Lets the queue drain, at most `timeout_s`; a stuck worker is a daemon and dies with the process."""
-        self._worker.close(timeout_s)
+    def fail(self, error: BaseException) -> None:
+        self._worker.fail(error)
 
-    def _guarded(self, name: str, work: Callable[[], None]) -> None:
-        if self._worker.error is None:
-            try:
-                with self._trace.span(self.name, name), torch.no_grad():
-                    work()
-            except BaseException as error:  # handed to whoever waits for it
-                self._worker.error = error
+    def drain(self, timeout_s: float) -> bool:
+        return self._worker.drain(timeout_s)
 
-    def _wait(self, flag: _Flag) -> None:
-        if self._worker.error is None:
-            try:
-                flag.wait()
-            except BaseException as error:
-                self._worker.error = error
+    def close(self) -> None:
+        """Lets what was enqueued leave the host, with a deadline."""
+        if self._owns_worker:
+            self._worker.close()
+        else:
+            self._worker.drain(timeout_s=5.0)
 
 
-class InlineStream:
-    """Runs everything at once, in the caller's thread: for collectives that the caller waits for anyway."""
+class BlockingStream:
+    """Runs work on a stream that others use too, in its order; the caller's compute stream waits for it."""
 
-    name = "inline"
+    name = "blocking"
+
+    def __init__(self, stream: CudaWorkerStream) -> None:
+        self._stream = stream
 
     def run(self, name: str, work: Callable[[], None]) -> None:
-        with torch.no_grad():
-            work()
+        passed = _CudaEvent()
+        self._stream.wait_current()
+        self._stream.run(name, work)
+        self._stream.record(passed)
+        passed.wait_compute()
 
     def record(self, event: Event) -> None:
         pass
@@ -193,72 +175,23 @@ class InlineStream:
         pass
 
 
-class _CudaEvent:
-    """A CUDA event that is recorded by a worker thread: the flag says that it was recorded, CUDA that it is true."""
-
-    __slots__ = ("_cuda", "_flag")
-
-    def __init__(self) -> None:
-        self._flag = _ALREADY_TRUE
-        self._cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def wait_host(self) -> None:
-        self._flag.wait()
-        self._cuda.synchronize()
-
-    def wait_compute(self) -> None:
-        self._flag.wait()
-        torch.cuda.current_stream().wait_event(self._cuda)
-
-    def is_done(self) -> bool:
-        return self._flag.is_set() and bool(self._cuda.query())  # type: ignore[no-untyped-call]
-
-    def fail(self, error: BaseException) -> None:
-        if not self._flag.is_set():
-            self._flag.set(error)
+def current_handle(device: torch.device) -> int:
+    """The raw handle of the current stream, for libraries that are told where to enqueue; 0 on CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-class CudaWorkerStream:
-    """A worker thread that launches on a CUDA stream of its own, for communicators that block the host (gloo).
+def record_mark(device: torch.device) -> Callable[[], bool]:
+    """Marks the present end of the current stream; the function returned says whether it has been reached."""
+    if device.type != "cuda":
+        return lambda: True
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
+    query: Callable[[], bool] = mark.query
+    return query
 
-    Not verified on a GPU yet; tests/gpu does it where there is one.
-    """
 
-    def __init__(self, name: str, trace: Trace, device: torch.device) -> None:
-        self.name = name
-        self._worker = CpuStream(name, trace)
-        self._device = device
-        self.cuda = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def run(self, name: str, work: Callable[[], None]) -> None:
-        def on_stream() -> None:
-            with torch.cuda.device(self._device), torch.cuda.stream(self.cuda):
-                work()
-
-        self._worker.run(name, on_stream)
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
-        flag = event._flag = _Flag()
-        cuda = event._cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._worker.run("record", lambda: cuda.record(self.cuda))
-        self._worker.set_when_reached(flag)
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
-        flag, cuda = event._flag, event._cuda
-        if flag is not _ALREADY_TRUE:
-            self._worker.wait_flag(flag)
-            self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
-
-    def wait_current(self) -> None:
-        """Makes this stream wait for what the caller's current stream has been given so far."""
-        cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        cuda.record()
-        self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
-
-    def close(self) -> None:
-        self._worker.close()
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Streams:
@@ -268,35 +201,84 @@ class Streams:
     pack           gathers gradients while the reduce-scatter before it is still on the wire
     step           steps a shard while the buckets after it are still on the wire
 
-    With `one_worker` all three share a thread: for models so small that handing over costs more than it hides.
+    With `one_worker` all three share a thread: for models so small that handing over costs more than it hides. On CUDA
+    all share the thread of `shared`, where the ranks have one communication stream for all optimizers.
     """
 
-    def __init__(self, device: torch.device, trace: Trace, one_worker: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, trace: Trace, one_worker: bool = False, shared: CudaWorkerStream | None = None
+    ) -> None:
         self.device = device
         self.trace = trace
-        self.communication = self._new("communication")
-        beside = self.communication if one_worker else None
+        self._shared = shared
+        self.on_cuda = device.type == "cuda" or shared is not None
+        self.communication: CpuStream | CudaWorkerStream = (
+            self._new("communication") if shared is None else shared.under("communication", trace)
+        )
+        beside = self.communication if one_worker or shared is not None else None
         self.pack = self._new("pack", beside)
         self.step = self._new("step", beside)
+        self._producers: dict[int, Any] = {}  # streams that produced gradients in this iteration, by handle
+        self._kept: deque[tuple[_CudaEvent, Sequence[Any]]] = deque()
 
     def new_event(self) -> Event:
-        return _CudaEvent() if self.device.type == "cuda" else CpuEvent()
+        return _CudaEvent() if self.on_cuda else CpuEvent()
 
-    def wait_gradients(self) -> None:
-        """Makes the pack stream wait for the stream that just produced gradients. On CPU they are there already."""
-        if isinstance(self.pack, CudaWorkerStream):
-            self.pack.wait_current()
+    def note_gradient(self) -> None:
+        """The caller's current stream has just been given the work that produces a gradient."""
+        if self.on_cuda:
+            stream = torch.cuda.current_stream(self.device)
+            self._producers[stream.cuda_stream] = stream
+
+    def wait_gradients(self, stream: Stream | None = None) -> None:
+        """Makes `stream` (None: pack) wait for every stream that produced a gradient in this iteration, and for the
+        caller's. On CPU gradients are there already."""
+        waiting = self.pack if stream is None else stream
+        if isinstance(waiting, CudaWorkerStream):
+            self.note_gradient()
+            for producer in self._producers.values():
+                waiting.wait_for_stream(producer)
+
+    def wait_values(self) -> None:
+        """Makes the communication stream wait for the compute stream, which has just made what is to be sent."""
+        if isinstance(self.communication, CudaWorkerStream):
+            self.communication.wait_current()
+
+    def wait_collectives(self) -> None:
+        """Makes the caller's compute stream wait for every collective enqueued so far."""
+        passed = self.new_event()
+        self.communication.record(passed)
+        passed.wait_compute()
 
     def wait_compute(self) -> None:
         """Makes the step stream wait for the compute stream, which may still read the weights. On CPU it has ended."""
         if isinstance(self.step, CudaWorkerStream):
             self.step.wait_current()
 
+    def keep_until(self, event: Event, tensors: Sequence[Any]) -> None:
+        """Keeps tensors of other streams alive until `event`, as it was recorded last, has come true.
+
+        Their memory goes back to the stream that they were made on, which would hand it out again while ours still
+        reads it. On CPU the work itself holds them.
+        """
+        if isinstance(event, _CudaEvent):
+            self.drop_kept()
+            self._kept.append((event.as_of_now(), tensors))
+
+    def drop_kept(self) -> None:
+        while self._kept and self._kept[0][0].is_done():
+            self._kept.popleft()
+
+    def iteration_ended(self) -> None:
+        self._producers.clear()
+        self.drop_kept()
+
     def close(self) -> None:
         for stream in (self.pack, self.communication, self.step):
             stream.close()
 
     def _new(self, name: str, beside: CpuStream | CudaWorkerStream | None = None) -> CpuStream | CudaWorkerStream:
-        if self.device.type == "cuda":
-            return CudaWorkerStream(name, self.trace, self.device)
-        return CpuStream(name, self.trace, beside if isinstance(beside, CpuStream) else None)
+        if not self.on_cuda:
+            return CpuStream(name, self.trace, beside if isinstance(beside, CpuStream) else None)
+        worker = beside if isinstance(beside, CudaWorkerStream) else None
+        return CudaWorkerStream(name, self.trace, self.device, worker)

@@ -11,6 +11,7 @@ from dear_kernels.dispatch import (
     pack_,
     sgd_step_,
     sum_of_squares,
+    sum_rows_,
     unpack_,
 )
 from dear_kernels.hyper import AdamHyper, SGDHyper
@@ -29,5 +30,6 @@ __all__ = [
     "pack_",
     "sgd_step_",
     "sum_of_squares",
+    "sum_rows_",
     "unpack_",
 ]

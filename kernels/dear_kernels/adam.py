@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dear_kernels.addresses import device_flags, device_guard, mark_written, upload
+from dear_kernels.addresses import device_flags, device_guard, mark_written, send
 from dear_kernels.checks import check_adam
 from dear_kernels.hyper import AdamHyper
 from dear_kernels.segments import StepTable
@@ -230,7 +230,7 @@ def adam_step_(
         coefficients = torch.empty(table.num_segments, COEFFICIENT_COLUMNS, dtype=torch.float64, device=param.device)
         _adam_coefficients_kernel[(triton.cdiv(table.num_segments, SEGMENTS_PER_PROGRAM),)](
             coefficients,
-            upload(hyper_rows(hyper), torch.float64, param.device),
+            send(table.uploads, "hyper", hyper_rows(hyper), torch.float64, param.device),
             table.groups(param.device),
             steps,
             steps if used is None else device_flags(used),

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dear_kernels import adam, norm, pack, sgd, unpack
+from dear_kernels import adam, norm, pack, rank_sum, sgd, unpack
 from dear_kernels.segments import compute_dtype
 
 __all__ = ["ARCHS", "MAX_REGISTERS", "Case", "Report", "cases", "compile_case", "main"]
@@ -100,7 +100,7 @@ class Report:
 
 def cases() -> list[Case]:
     """Every kernel in the specialisations that training uses."""
-    return [*_copy_cases(), *_sgd_cases(), *_adam_cases(), *_norm_cases()]
+    return [*_copy_cases(), *_sgd_cases(), *_adam_cases(), *_norm_cases(), *_sum_rows_cases()]
 
 
 def _copy_cases() -> Iterator[Case]:
@@ -222,6 +222,21 @@ def _norm_cases() -> Iterator[Case]:
     constants = {"COUNT": True, "PARTIALS": norm.MAX_PROGRAMS}
     signature = {"out_ptr": "*fp64", "partial_ptr": "*fp64", "num_partials": "i32"}
     yield Case(norm._norm_finish_kernel, "fp64", signature, constants, norm.NUM_WARPS)
+
+
+def _sum_rows_cases() -> Iterator[Case]:
+    for row, output in (("fp32", "fp32"), ("bf16", "fp32"), ("fp64", "fp64")):
+        signature = {
+            "output_ptr": f"*{output}",
+            "rows_ptr": f"*{row}",
+            "numel": "i64",
+            "num_rows": "i32",
+            "divisor": "fp64",
+        }
+        constants = {"BLOCK": rank_sum.BLOCK_NUMEL}
+        label = f"{row} to {output}"
+        streams = (row, row), (output,)  # the first row, and the loop over the others
+        yield Case(rank_sum._sum_rows_kernel, label, signature, constants, rank_sum.NUM_WARPS, *streams)
 
 
 def compile_case(case: Case, arch: int) -> Report:

@@ -8,7 +8,7 @@ from torch import Tensor
 from dear_kernels.hyper import AdamHyper, SGDHyper
 from dear_kernels.segments import StepTable, check_dtype
 
-__all__ = ["check_adam", "check_norm", "check_sgd"]
+__all__ = ["check_adam", "check_norm", "check_sgd", "check_sum_rows"]
 
 
 def check_sgd(
@@ -95,3 +95,17 @@ def check_norm(shard: Tensor, out: Tensor | None) -> None:
     check_dtype(shard, "shard")
     if out is not None and (out.dtype != torch.float64 or out.shape != (2,)):
         raise ValueError(f"out has shape {tuple(out.shape)}, dtype {out.dtype}; expected float64 of shape (2,).")
+
+
+def check_sum_rows(output: Tensor, rows: Tensor, divisor: int) -> None:
+    """Raises ValueError for arguments that `sum_rows_` cannot take."""
+    if rows.dim() != 2 or not rows.is_contiguous() or rows.shape[0] == 0 or output.shape != rows.shape[1:]:
+        raise ValueError(
+            f"rows has shape {tuple(rows.shape)}, strides {rows.stride()}, output {tuple(output.shape)}; expected "
+            "contiguous [num_rows, n] and [n]."
+        )
+    check_dtype(rows, "rows")
+    if output.dtype not in (torch.float32, torch.float64) or not output.is_contiguous():
+        raise ValueError(f"output has dtype {output.dtype}; sums are taken in contiguous float32 or float64.")
+    if divisor < 1:
+        raise ValueError(f"divisor={divisor}; expected at least 1.")

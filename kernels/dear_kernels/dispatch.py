@@ -14,7 +14,16 @@ from dear_kernels import reference
 from dear_kernels.hyper import AdamHyper, SGDHyper
 from dear_kernels.segments import SegmentTable, StepTable
 
-__all__ = ["adam_step_", "found_nonfinite", "norm_stats", "pack_", "sgd_step_", "sum_of_squares", "unpack_"]
+__all__ = [
+    "adam_step_",
+    "found_nonfinite",
+    "norm_stats",
+    "pack_",
+    "sgd_step_",
+    "sum_of_squares",
+    "sum_rows_",
+    "unpack_",
+]
 
 
 @functools.cache
@@ -181,3 +190,14 @@ def sum_of_squares(shard: Tensor) -> Tensor:
 def found_nonfinite(shard: Tensor) -> Tensor:
     """Returns 1.0 as a 0-dim float32 tensor if any element of `shard` is inf or NaN, else 0.0; see `norm_stats`."""
     return (_kernel("norm") if shard.is_cuda else reference).found_nonfinite(shard)  # type: ignore[no-any-return]
+
+
+def sum_rows_(output: Tensor, rows: Tensor, divisor: int) -> None:
+    """`output` [n] = the sum of `rows` [num_rows, n], added in their order, divided by `divisor`.
+
+    `output` is float32 or float64; rows of any supported dtype are converted to it before they are added. The bits do
+    not depend on n or on the machine.
+
+    Example: rows [[1, 2, 3], [5, 6, 8]] divided by 2 give [3, 4, 5.5].
+    """
+    (_kernel("rank_sum") if output.is_cuda else reference).sum_rows_(output, rows, divisor)

@@ -12,11 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dear_kernels.checks import check_adam, check_norm, check_sgd
+from dear_kernels.checks import check_adam, check_norm, check_sgd, check_sum_rows
 from dear_kernels.hyper import AdamHyper, SGDHyper
 from dear_kernels.segments import Run, Segment, SegmentTable, StepTable, compute_dtype
 
-__all__ = ["adam_step_", "found_nonfinite", "norm_stats", "pack_", "sgd_step_", "sum_of_squares", "unpack_"]
+__all__ = [
+    "adam_step_",
+    "found_nonfinite",
+    "norm_stats",
+    "pack_",
+    "sgd_step_",
+    "sum_of_squares",
+    "sum_rows_",
+    "unpack_",
+]
 
 # Elements per thread of one chunk of a step. Origin: AdamW on 8 M fp32 elements, one thread of an AMD EPYC with 1 MiB
 # of L2: 11.9 ms with 65536, 10.8 with 131072, 10.5 with 262144, 12.5 in one piece; torch's single-tensor AdamW 38.
@@ -398,3 +407,14 @@ def sum_of_squares(shard: Tensor) -> Tensor:
 def found_nonfinite(shard: Tensor) -> Tensor:
     """Twin of `dear_kernels.found_nonfinite`."""
     return norm_stats(shard)[1].to(torch.float32)
+
+
+@torch.no_grad()
+def sum_rows_(output: Tensor, rows: Tensor, divisor: int) -> None:
+    """Twin of `dear_kernels.sum_rows_`."""
+    check_sum_rows(output, rows, divisor)
+    output.copy_(rows[0])
+    for row in rows[1:]:
+        output.add_(row)
+    if divisor != 1:
+        output.div_(divisor)

@@ -103,7 +103,7 @@ class SegmentTable:
 
     `flat_numel` is the smallest flat buffer that fits; `tensor_numel[i]` the smallest tensor that may stand at list
     entry `i`. The table remembers views of the last few flat buffers it was used with and so keeps those alive;
-    `release()` forgets them.
+    `release()` forgets them. On CUDA it also remembers what it has uploaded: use a table on one stream only.
 
     Raises:
         ValueError: a segment out of range, or two segments (or flags) that share an element.
@@ -123,11 +123,13 @@ class SegmentTable:
         self.flags = [segment.flag for segment in self.segments if segment.flag >= 0]
         self.flats = _Cache(MAX_CACHED_FLATS)  # what is bound to one flat buffer
         self.device_tables = _Cache(64)  # static tables by (kind, device)
+        self.uploads: dict[str, tuple[object, Tensor]] = {}  # what was sent last, with the values it holds
 
     def release(self) -> None:
         """Forgets all views and device tables; the next use builds them again."""
         self.flats.clear()
         self.device_tables.clear()
+        self.uploads.clear()
 
     def check_flat(self, flat: Tensor) -> None:
         """Raises ValueError unless `flat` is a contiguous 1-D tensor of a supported dtype that fits this table."""
@@ -262,10 +264,12 @@ class StepTable:
         self._order = sorted((i for i, s in enumerate(segments) if s.numel), key=lambda i: self.segments[i].offset)
         self._uniform_runs: list[Run] | None = None
         self.device_tables = _Cache(64)
+        self.uploads: dict[str, tuple[object, Tensor]] = {}
 
     def release(self) -> None:
         """Forgets all device tables; the next use builds them again."""
         self.device_tables.clear()
+        self.uploads.clear()
 
     def check_shard(self, shard: Tensor, name: str) -> None:
         """Raises ValueError unless `shard` is contiguous, 1-D, of a supported dtype and of this table's extent."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dear_kernels.addresses import device_flags, device_guard, mark_written, upload
+from dear_kernels.addresses import device_flags, device_guard, mark_written, send
 from dear_kernels.checks import check_sgd
 from dear_kernels.hyper import SGDHyper
 from dear_kernels.segments import StepTable
@@ -169,7 +169,7 @@ def sgd_step_(
         coefficients = torch.empty(table.num_segments, COEFFICIENT_COLUMNS, dtype=torch.float64, device=param.device)
         _sgd_coefficients_kernel[(triton.cdiv(table.num_segments, SEGMENTS_PER_PROGRAM),)](
             coefficients,
-            upload(hyper_rows(hyper), torch.float64, param.device),
+            send(table.uploads, "hyper", hyper_rows(hyper), torch.float64, param.device),
             table.groups(param.device),
             steps,
             steps if used is None else device_flags(used),

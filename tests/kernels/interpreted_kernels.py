@@ -24,6 +24,7 @@ from dear_kernels import (
     adam,
     norm,
     pack,
+    rank_sum,
     reference,
     sgd,
     unpack,
@@ -44,7 +45,8 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(module, "MAX_PROGRAMS", 3)
     for module in (sgd, adam):
         monkeypatch.setattr(module, "SEGMENTS_PER_PROGRAM", 4)
-    monkeypatch.setattr(norm, "BLOCK_NUMEL", 32)
+    for module in (norm, rank_sum):
+        monkeypatch.setattr(module, "BLOCK_NUMEL", 32)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +57,9 @@ def small_blocks(monkeypatch):
         (kernel_cases.check_sgd_example, sgd.sgd_step_),
         (kernel_cases.check_adam_example, adam.adam_step_),
         (kernel_cases.check_norm_example, norm.norm_stats),
+        (kernel_cases.check_sum_rows_example, rank_sum.sum_rows_),
     ],
-    ids=["pack", "unpack", "sgd", "adam", "norm"],
+    ids=["pack", "unpack", "sgd", "adam", "norm", "sum_rows"],
 )
 def test_worked_example(check, function):
     check(function)
@@ -346,3 +349,17 @@ def test_norm_equals_its_twin(small_blocks, monkeypatch, dtype, numel):
         shard[numel // 2] = value
         assert norm.found_nonfinite(shard).item() == 1.0
     assert norm.norm_stats(torch.full((numel,), 1e200, dtype=torch.float64)).tolist() == [float("inf"), 0.0]
+
+
+@pytest.mark.parametrize("numel", [1, 31, 32, 33, 64, 70])
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+@pytest.mark.parametrize(("row_dtype", "dtype"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_rows_are_summed_in_their_order(small_blocks, numel, num_rows, row_dtype, dtype):
+    """Magnitudes so different that another order gives other bits; the first row has a zero with a sign."""
+    torch.manual_seed(numel)
+    rows = (torch.randn(num_rows, numel, dtype=dtype) * 10.0 ** torch.randint(-6, 6, (num_rows, numel))).to(row_dtype)
+    rows[0, 0] = -0.0
+    mine, expected = torch.full((numel,), 9.0, dtype=dtype), torch.zeros(numel, dtype=dtype)
+    rank_sum.sum_rows_(mine, rows, num_rows)
+    reference.sum_rows_(expected, rows, num_rows)
+    assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))

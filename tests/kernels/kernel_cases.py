@@ -201,3 +201,9 @@ def random_step_case(
     steps = torch.tensor([float(random.choice([0, 0, 3, 7])) for _ in numels])
     param, grad = torch.randn(shard_numel).to(dtype), torch.randn(shard_numel).to(dtype)
     return StepCase(StepTable(segments, shard_numel), param, grad, state, steps)
+
+
+def check_sum_rows_example(sum_rows_):
+    output = torch.full((3,), 9.0)
+    sum_rows_(output, torch.tensor([[1.0, 2.0, 3.0], [5.0, 6.0, 8.0]]), 2)
+    assert output.tolist() == [3, 4, 5.5]

@@ -16,8 +16,9 @@ from tests.kernels import kernel_cases
         (kernel_cases.check_sgd_example, "sgd_step_"),
         (kernel_cases.check_adam_example, "adam_step_"),
         (kernel_cases.check_norm_example, "norm_stats"),
+        (kernel_cases.check_sum_rows_example, "sum_rows_"),
     ],
-    ids=["pack", "unpack", "sgd", "adam", "norm"],
+    ids=["pack", "unpack", "sgd", "adam", "norm", "sum_rows"],
 )
 def test_worked_example(module, check, function):
     check(getattr(module, function))

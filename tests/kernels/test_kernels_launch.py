@@ -20,6 +20,7 @@ from dear_kernels import (
     StepSegment,
     StepTable,
     adam,
+    addresses,
     aot,
     norm,
     pack,
@@ -140,3 +141,50 @@ def test_the_grid_is_capped(launches, monkeypatch):
     table = SegmentTable([Segment(0, 0, 0, 2_000_000)], 1)
     pack.pack_(torch.zeros(2_000_000), [torch.zeros(2_000_000)], table)
     assert launches[-1][1] == (pack.MAX_PROGRAMS,)
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    sent = []
+    upload = addresses.upload
+    monkeypatch.setattr(addresses, "upload", lambda *args: (sent.append(args[0]), upload(*args))[1])
+    return sent
+
+
+def test_one_copy_a_bucket_and_none_when_nothing_has_changed(launches, uploads):
+    table = SegmentTable([Segment(i, 0, 4 * i, 4) for i in range(3)], 3)
+    flat, grads = torch.zeros(12), [torch.ones(4), None, torch.ones(4).bfloat16()]
+    pack.pack_(flat, grads, table)
+    pack.pack_(flat, grads, table)
+    pack.pack_(torch.zeros(12), grads, table)
+    assert len(uploads) == 1, "two launches, one copy; the same gradients need none"
+    other = [torch.ones(4), *grads[1:]]
+    pack.pack_(flat, other, table)
+    pack.pack_(flat, [*other[:2], None], table)
+    assert len(uploads) == 3
+    assert [launch[0] for launch in launches] == ["_pack_kernel"] * 9
+
+
+@pytest.mark.parametrize("step", ["sgd", "adam"])
+def test_hyper_parameters_are_sent_when_they_change(launches, uploads, step):
+    table, steps = StepTable([StepSegment(0, 8)], 8), torch.zeros(1)
+    tensors = [torch.ones(8) for _ in range(4)]
+
+    def run(lr):
+        if step == "sgd":
+            sgd.sgd_step_(*tensors[:2], None, table, [SGDHyper(lr)], steps)
+        else:
+            adam.adam_step_(*tensors, None, table, [AdamHyper(lr)], steps)
+
+    for lr in (0.1, 0.1, 0.2, 0.2, 0.1):
+        run(lr)
+    assert len(uploads) == 3
+
+
+def test_released_tables_send_again(launches, uploads):
+    table = SegmentTable([Segment(0, 0, 0, 4)], 1)
+    flat, grads = torch.zeros(4), [torch.ones(4)]
+    pack.pack_(flat, grads, table)
+    table.release()
+    pack.pack_(flat, grads, table)
+    assert len(uploads) == 2
