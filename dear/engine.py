@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,22 +17,26 @@ from dearcore.communicator import Communicator
 from dearcore.errors import ArgumentError, ScheduleError
 from dearcore.heartbeat import Activity, Peers
 from dearcore.layout import NearbyLayers, Plan
+from dearcore.profile import Profile
 from dearcore.rendezvous import World
 from dearcore.schedule import Schedule
 from dearcore.streams import Streams
 from dearcore.trace import Trace
 
 from . import checkpoint
-from .agreement import check_agreement, describe
+from .adaptation import Beside, measure_and_plan
+from .agreement import check_agreement, describe, described_profile
 from .bindings import Bindings
-from .doors import Doors, OwnHook
+from .doors import Doors, OwnHook, hide_from_dynamo
 from .gradients import local_gradient
 from .parameters import without_waiting
-from .planning import make_plan_and_schedule
+from .planning import AUTO, make_plan_and_schedule, needs_times
+from .recorder import Recorder
 from .relayout import move_shards
 from .replica import Numerics, Replica, settle_gradient
 from .stats import WaitLog
 from .tracked import TrackedParameter, track
+from .tuner import check_installed, is_installed
 from .update import ShardedUpdate, Update, WholeUpdate, snapshot_hyper
 
 __all__ = ["Engine", "Options"]
@@ -41,7 +45,6 @@ __all__ = ["Engine", "Options"]
 ONE_WORKER_BYTES = 4 * 1024 * 1024
 FILL = "dear-fill"
 
-_hidden_from: list[Any] = []  # dynamo, once it has been told; telling it again makes it slower each time
 _owners: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # id of a parameter -> its engine
 
 
@@ -50,7 +53,8 @@ class Options:
     """What the user asked for, checked. `sharded`: the optimizer steps on shards."""
 
     schedule: str | Schedule
-    fusion: float | NearbyLayers | Plan | None
+    fusion: float | NearbyLayers | Plan | str | None
+    profile: Profile | None = field(repr=False)  # told line by line
     sharded: bool
     accumulate: int
     reduce_dtype: torch.dtype | None
@@ -82,9 +86,13 @@ class Engine:
         self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator)
         self._finalizer.atexit = False  # dear.shutdown sees to that
         self._handles: list[Any] = []
-        self._model = model
+        self.model = model
+        self.profile = options.profile
+        self.recorder: Recorder | None = None  # while times are being taken
+        self.beside = Beside()
+        self._knows_order = False
         self._doors = Doors(model)
-        _hide_from_dynamo()
+        hide_from_dynamo()
         try:
             self._start(model, this)
         except BaseException:
@@ -96,15 +104,23 @@ class Engine:
         self.peers.watch(functools.partial(_activity, this))
 
     def _start(self, model: nn.Module, this: weakref.ref[Engine]) -> None:
-        check_agreement(describe(model, self.optimizer, [str(self.options)]), self._gather_objects)
+        adaptive = needs_times(self.options.schedule, self.options.fusion)
+        lines = [str(self.options), *described_profile(self.profile)]
+        if self.options.fusion == AUTO:
+            lines.append(f"bayesian-optimization installed: {is_installed()}")
+        check_agreement(describe(model, self.optimizer, lines), self.gather_objects)
+        if self.options.fusion == AUTO:
+            check_installed()
         # memory formats may differ from rank to rank; buckets need one
         for tracked, strides in zip(
-            self.tracked, self._gather_objects([t.strides for t in self.tracked])[0], strict=True
+            self.tracked, self.gather_objects([t.strides for t in self.tracked])[0], strict=True
         ):
             tracked.adopt_strides(strides)
         self.broadcast([*model.parameters(), *model.buffers()])
         self._passes = bytearray(len(self.tracked))
-        observing = not isinstance(self.options.fusion, Plan)
+        if self.profile is not None:
+            self.profile.check_fits([t.spec for t in self.tracked], self.communicator.size)
+        observing = not isinstance(self.options.fusion, Plan) and self.profile is None
         self.replica, self.update = self._build(*self._plan(list(range(len(self.tracked)))), observing)
         if any(self.optimizer.state.values()):
             self.adopt_state({id(param): dict(state) for param, state in self.optimizer.state.items()})
@@ -115,11 +131,15 @@ class Engine:
         if self.options.broadcast_buffers:
             hook = OwnHook(functools.partial(_broadcast_buffers, this))
             self._handles.append(model.register_forward_pre_hook(hook))
+        if adaptive and not (self.profile is not None and self.options.fusion != AUTO):
+            self.beside.start(measure_and_plan(self))
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def grad_arrived(self, index: int, param: nn.Parameter) -> None:
         """The doorbell of one parameter."""
+        if self.recorder is not None:
+            self.recorder.grad_arrived(index)
         if self.local_only:
             self._was_local = True
             return
@@ -153,7 +173,7 @@ class Engine:
     def finish_gradients(self) -> None:
         """Brings every gradient of this iteration under way, whatever the user did to `p.grad`. Collective."""
         self._bindings.check()
-        if self.replica.scheduler.observing:
+        if self.replica.scheduler.observing and not self._knows_order:
             self._adopt_observed_order()
         replica = self.replica
         dropped: set[int] = set()
@@ -181,11 +201,18 @@ class Engine:
 
     def step(self) -> None:
         """Applies the averaged gradients and begins the next iteration. Collective."""
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.end_iteration()
+        start_s = time.perf_counter()
         self.finish_gradients()
         self.update.step()
+        if recorder is not None:
+            recorder.add_launch(time.perf_counter() - start_s)
         self.replica.step += 1
         self.log.step_ended()
         self._forget_passes()
+        self.beside.step_ended()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Where gradients have arrived, reductions may be under way: every rank launches the rest, then begins anew."""
@@ -274,12 +301,12 @@ class Engine:
         """
         if any(self.replica.scheduler.is_reduced(index) for index in range(len(self.tracked))):
             raise ScheduleError("a plan changes between steps, but gradients are being averaged. Call step() first.")
-        self.replica.wait_fresh()
-        for bucket in self.replica.buckets:
-            bucket.params_fresh.wait_host()
+        if self.recorder is not None:
+            self.recorder.release()
+        self.replica.synchronize()
         old = self.replica
         self._doors.close()
-        self._doors = Doors(self._model)
+        self._doors = Doors(self.model)
         self.replica, self.update = self._build(plan, schedule, observing=False)
         self.replica.step = old.step
         self.replica.inherit_gates(old)
@@ -291,7 +318,8 @@ class Engine:
     def _plan(self, forward_order: list[int]) -> tuple[Plan, Schedule]:
         options = self.options
         specs = [self.tracked[index].spec for index in forward_order]
-        return make_plan_and_schedule(options.schedule, options.fusion, specs, self.communicator.size, options.sharded)
+        size = self.communicator.size
+        return make_plan_and_schedule(options.schedule, options.fusion, specs, size, options.sharded, self.profile)
 
     def _build(self, plan: Plan, schedule: Schedule, observing: bool) -> tuple[Replica, Update]:
         """Lays out the parameters for a plan and makes what runs it."""
@@ -316,9 +344,9 @@ class Engine:
         missing = set(range(len(self.tracked))) - set(scheduler.order)
         # what never got a gradient goes last in the backward, where it delays nobody's reduction
         observed = [*sorted(missing), *reversed(scheduler.order)] if scheduler.order else None
-        order: list[int] | None = self._gather_objects(observed)[0]
+        order: list[int] | None = self.gather_objects(observed)[0]
         planned = [slot.param for bucket in self.replica.plan.buckets for slot in bucket.slots if slot.start == 0]
-        scheduler.observing = False
+        scheduler.observing, self._knows_order = False, True
         if order is not None and order != planned:
             self.relayout(*self._plan(order))
 
@@ -335,7 +363,7 @@ class Engine:
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.data.copy_(copy)  # not a change that a graph of an earlier forward should see
 
-    def _gather_objects(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         gathered: list[Any] = []
         self.communicator.start_gather_objects(mine, gathered, self.streams.communication, "agreement")
         self._wait_communication()
@@ -351,6 +379,7 @@ class Engine:
         if self.closed:
             return
         self.closed = True
+        self.beside.close()
         for handle in self._handles:
             handle.remove()
         self._doors.close()
@@ -397,15 +426,6 @@ def _end(streams: Streams, communicator: Communicator) -> None:
     """Lets what was enqueued drain, with a deadline: peers may still need this rank's part."""
     streams.close()
     communicator.close()
-
-
-def _hide_from_dynamo() -> None:
-    """Compiled training loops call our hooks and `step`, but never trace into them."""
-    trace_rules = sys.modules.get("torch._dynamo.trace_rules")  # there whenever somebody may compile
-    if trace_rules is not None and not _hidden_from:
-        _hidden_from.append(trace_rules)
-        for package in ("dear", "dearcore", "dear_kernels"):
-            trace_rules.add(package)
 
 
 def _check_unclaimed(tracked: list[TrackedParameter]) -> None:

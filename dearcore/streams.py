@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,7 +18,7 @@ import torch
 from .errors import ScheduleError
 from .trace import Trace
 
-__all__ = ["CpuEvent", "CpuStream", "Event", "InlineStream", "Stream", "Streams"]
+__all__ = ["CpuEvent", "CpuStream", "Event", "InlineStream", "Stamp", "Stream", "Streams"]
 
 
 class Event(Protocol):
@@ -218,6 +219,23 @@ class _CudaEvent:
             self._flag.set(error)
 
 
+class Stamp:
+    """A moment of the compute stream: the host's clock on CPU, a CUDA event on CUDA."""
+
+    __slots__ = ("_event", "_time_s")
+
+    def __init__(self, time_s: float = 0.0, event: torch.cuda.Event | None = None) -> None:
+        self._time_s, self._event = time_s, event
+
+    def seconds_since(self, start: Stamp) -> float:
+        """On CUDA the host waits until the device has passed both."""
+        if self._event is None or start._event is None:
+            return self._time_s - start._time_s
+        self._event.synchronize()
+        start._event.synchronize()
+        return float(start._event.elapsed_time(self._event)) / 1e3
+
+
 class CudaWorkerStream:
     """A worker thread that launches on a CUDA stream of its own, for communicators that block the host (gloo).
 
@@ -281,6 +299,14 @@ class Streams:
 
     def new_event(self) -> Event:
         return _CudaEvent() if self.device.type == "cuda" else CpuEvent()
+
+    def new_stamp(self) -> Stamp:
+        """This moment of the compute stream; neither host nor device waits."""
+        if self.device.type != "cuda":
+            return Stamp(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return Stamp(event=event)
 
     def wait_gradients(self) -> None:
         """Makes the pack stream wait for the stream that just produced gradients. On CPU they are there already."""
