@@ -7,6 +7,7 @@ optimizer = dear.DistributedOptimizer(torch.optim.AdamW(model.parameters()), mod
 
 from dearcore.errors import ArgumentError, CommunicatorError, DearError, ScheduleError
 from dearcore.layout import NearbyLayers, Plan
+from dearcore.profile import Profile
 from dearcore.schedule import Schedule
 
 from .collectives import (
@@ -39,6 +40,7 @@ __all__ = [
     "Min",
     "NearbyLayers",
     "Plan",
+    "Profile",
     "ReduceOp",
     "Schedule",
     "ScheduleError",

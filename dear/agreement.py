@@ -10,8 +10,9 @@ import torch
 from torch import nn, optim
 
 from dearcore.errors import ArgumentError
+from dearcore.profile import Profile
 
-__all__ = ["check_agreement", "describe"]
+__all__ = ["check_agreement", "describe", "described_profile"]
 
 
 def describe(model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str]) -> list[str]:
@@ -35,6 +36,17 @@ def describe(model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str
         keys = [key for key in sorted(group) if key not in ("params", "param_names")]
         lines += [f"group {number}: {key}={_value(group[key])}" for key in keys]
     return lines
+
+
+def described_profile(profile: Profile | None) -> list[str]:
+    if profile is None:
+        return ["profile: none given"]
+    links = f"reduce_scatter {profile.reduce_scatter}, all_gather {profile.all_gather}, all_reduce {profile.all_reduce}"
+    costs = f"step {profile.step_s_per_byte!r} s a byte, host {profile.host_s_per_op!r} s an op"
+    return [
+        f"profile of {profile.world_size} ranks: {links}, {costs}",
+        *(f"profile of {layer}" for layer in profile.layers),
+    ]
 
 
 def check_agreement(lines: Sequence[str], gather: Callable[[Any], list[Any]]) -> None:

@@ -16,7 +16,9 @@ from torch import nn
 
 from .parameters import Gate
 
-__all__ = ["Doors", "OwnHook"]
+__all__ = ["Doors", "OwnHook", "compiled_params", "hide_from_dynamo"]
+
+_hidden_from: list[Any] = []  # dynamo, once it has been told; telling it again makes it slower each time
 
 
 class OwnHook:
@@ -98,6 +100,27 @@ class Doors:
         wait = _waiting_for(inside)
         self._handles[id(module)] = module.register_forward_pre_hook(OwnHook(lambda *_: wait()), prepend=True)
         return inside
+
+
+def compiled_params(model: nn.Module) -> set[int]:
+    """ids of the parameters of compiled and scripted modules, which are read below Python's dispatch."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    optimized = (eval_frame.OptimizedModule,) if eval_frame is not None else ()
+    return {
+        id(param)
+        for module in model.modules()
+        if module._compiled_call_impl is not None or isinstance(module, (torch.jit.ScriptModule, *optimized))
+        for param in module.parameters()
+    }
+
+
+def hide_from_dynamo() -> None:
+    """Compiled training loops call our hooks and `step`, but never trace into them."""
+    trace_rules = sys.modules.get("torch._dynamo.trace_rules")  # there whenever somebody may compile
+    if trace_rules is not None and not _hidden_from:
+        _hidden_from.append(trace_rules)
+        for package in ("dear", "dearcore", "dear_kernels"):
+            trace_rules.add(package)
 
 
 def nothing(*_: Any) -> None:

@@ -4,60 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn, optim
 
 from dearcore.communicator import Communicator
-from dearcore.errors import ArgumentError, ScheduleError
-from dearcore.heartbeat import Activity, Peers
-from dearcore.layout import NearbyLayers, Plan
+from dearcore.errors import ScheduleError
+from dearcore.heartbeat import Peers
+from dearcore.layout import Plan
 from dearcore.rendezvous import World
 from dearcore.schedule import Schedule
 from dearcore.streams import Streams
 from dearcore.trace import Trace
 
-from . import checkpoint
-from .agreement import check_agreement, describe
+from . import checkpoint, hooks
+from .adaptation import Beside, measure_and_plan
+from .agreement import check_agreement, describe, described_profile
 from .bindings import Bindings
-from .doors import Doors, OwnHook
+from .claims import check_unclaimed, claim, give_up
+from .doors import Doors, OwnHook, hide_from_dynamo
 from .foreign import ForeignCollectives
 from .gradients import local_gradient
 from .joining import Announcer, Call
+from .options import Options
 from .parameters import without_waiting
-from .planning import make_plan_and_schedule
+from .planning import AUTO, make_plan_and_schedule, needs_times
+from .ranks import broadcast_values, gather_objects
+from .recorder import Recorder
 from .relayout import move_shards
 from .replica import Numerics, Replica, settle_gradient
 from .stats import WaitLog
-from .tracked import TrackedParameter, track
+from .tracked import track
+from .tuner import check_installed, is_installed
 from .update import ShardedUpdate, Update, WholeUpdate, snapshot_hyper
 
-__all__ = ["Engine", "Options"]
+__all__ = ["Engine"]
 
 # Below this, handing work from thread to thread costs more than overlapping it gains: `python -m bench overhead`.
 ONE_WORKER_BYTES = 4 * 1024 * 1024
 FILL = "dear-fill"
-
-_hidden_from: list[Any] = []  # dynamo, once it has been told; telling it again makes it slower each time
-_owners: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # id of a parameter -> its engine
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user asked for, checked. `sharded`: the optimizer steps on shards."""
-
-    schedule: str | Schedule
-    fusion: float | NearbyLayers | Plan | None
-    sharded: bool
-    accumulate: int
-    reduce_dtype: torch.dtype | None
-    master_dtype: torch.dtype | None
-    broadcast_buffers: bool
 
 
 class Engine:
@@ -71,9 +60,9 @@ class Engine:
     ) -> None:
         self.optimizer, self.options = optimizer, options
         this = weakref.ref(self)  # parameters must not keep us alive
-        self.tracked = track(optimizer, model, functools.partial(_unscale, this))
+        self.tracked = track(optimizer, model, functools.partial(hooks.unscale, this))
         self.closed = self.local_only = self._was_local = self._unscaled = False
-        _check_unclaimed(self.tracked)
+        check_unclaimed(self.tracked)
         self.trace = Trace()
         self.log = WaitLog(self.trace)
         self.communicator: Communicator
@@ -87,45 +76,60 @@ class Engine:
         self._handles: list[Any] = []
         self._finalizer = weakref.finalize(self, _end, self.streams, self.communicator, self._handles)
         self._finalizer.atexit = False  # dear.shutdown sees to that
-        self._model = model
+        self.model = model
+        self.profile = options.profile
+        self.recorder: Recorder | None = None  # while times are being taken
+        self.beside = Beside()
+        self._knows_order = False
         self._doors = Doors(model)
         self._foreign = None if shared is None else ForeignCollectives(model, self.streams)
-        _hide_from_dynamo()
+        hide_from_dynamo()
         try:
             self._start(model, this)
         except BaseException:
             self._finalizer()
             raise
-        for tracked in self.tracked:
-            _owners[id(tracked.param)] = self
+        claim(self)
         world.on_shutdown(self)
-        self.peers.watch(functools.partial(_activity, this, self.log))
+        self.peers.watch(functools.partial(hooks.activity, this, self.log))
 
     def _start(self, model: nn.Module, this: weakref.ref[Engine]) -> None:
-        check_agreement(describe(model, self.optimizer, [str(self.options)]), self._gather_objects)
+        adaptive = needs_times(self.options.schedule, self.options.fusion)
+        lines = [str(self.options), *described_profile(self.profile)]
+        if self.options.fusion == AUTO:
+            lines.append(f"bayesian-optimization installed: {is_installed()}")
+        check_agreement(describe(model, self.optimizer, lines), self.gather_objects)
+        if self.options.fusion == AUTO:
+            check_installed()
         # memory formats may differ from rank to rank; buckets need one
         for tracked, strides in zip(
-            self.tracked, self._gather_objects([t.strides for t in self.tracked])[0], strict=True
+            self.tracked, self.gather_objects([t.strides for t in self.tracked])[0], strict=True
         ):
             tracked.adopt_strides(strides)
         self.broadcast([*model.parameters(), *model.buffers()])
         self._passes = bytearray(len(self.tracked))
-        observing = not isinstance(self.options.fusion, Plan)
+        if self.profile is not None:
+            self.profile.check_fits([t.spec for t in self.tracked], self.communicator.size)
+        observing = not isinstance(self.options.fusion, Plan) and self.profile is None
         self.replica, self.update = self._build(*self._plan(list(range(len(self.tracked)))), observing)
         if any(self.optimizer.state.values()):
             self.adopt_state({id(param): dict(state) for param, state in self.optimizer.state.items()})
         self._bindings = Bindings(model, self.tracked, self.optimizer)
         for index, tracked in enumerate(self.tracked):
-            bell = functools.partial(_ring, this, index)
+            bell = functools.partial(hooks.ring, this, index)
             self._handles.append(tracked.param.register_post_accumulate_grad_hook(bell))  # type: ignore[no-untyped-call]
         if self.options.broadcast_buffers:
-            hook = OwnHook(functools.partial(_broadcast_buffers, this))
+            hook = OwnHook(functools.partial(hooks.broadcast_buffers, this))
             self._handles.append(model.register_forward_pre_hook(hook))
+        if adaptive and not (self.profile is not None and self.options.fusion != AUTO):
+            self.beside.start(measure_and_plan(self))
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def grad_arrived(self, index: int, param: nn.Parameter) -> None:
         """The doorbell of one parameter."""
+        if self.recorder is not None:
+            self.recorder.grad_arrived(index)
         if self.local_only:
             self._was_local = True
             return
@@ -165,7 +169,7 @@ class Engine:
     def finish_gradients(self) -> None:
         """Brings every gradient of this iteration under way, whatever the user did to `p.grad`. Collective."""
         self._bindings.check()
-        if self.replica.scheduler.observing:
+        if self.replica.scheduler.observing and not self._knows_order:
             self.announcer.say(Call.ORDER)
             self.adopt_observed_order()
         replica = self.replica
@@ -196,19 +200,27 @@ class Engine:
 
     def step(self) -> None:
         """Applies the averaged gradients and begins the next iteration. Collective."""
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.end_iteration()
+        start_s = time.perf_counter()
         self.finish_gradients()
         if self.announcer.active:
             self.announcer.say(Call.STEP, snapshot_hyper(self.optimizer))
-        self.apply()
+        self.apply(start_s)
 
-    def apply(self) -> None:
-        """The step itself, when all gradients are under way."""
+    def apply(self, start_s: float | None = None) -> None:
+        """The step itself, when all gradients are under way. start_s: when this rank began to bring them there."""
         self.update.step()
+        if self.recorder is not None and start_s is not None:
+            self.recorder.add_launch(time.perf_counter() - start_s)
         self.replica.step += 1
         self.announcer.step = self.replica.step
         self.streams.iteration_ended()
         self.log.step_ended()
         self._forget_passes()
+        if not self.announcer.is_open:  # ranks that follow have nothing to measure
+            self.beside.step_ended()
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         norm = self.update.norm(norm_type).to(self.streams.device, torch.float32)
@@ -299,7 +311,7 @@ class Engine:
 
     def names(self) -> dict[int, str]:
         """Of every parameter of the model, by id."""
-        return {id(param): name for name, param in self._model.named_parameters()}
+        return {id(param): name for name, param in self.model.named_parameters()}
 
     def adopt_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes this rank's part of the whole state of every parameter, by id. The optimizer keeps no copy."""
@@ -320,12 +332,12 @@ class Engine:
         """
         if any(self.replica.scheduler.is_reduced(index) for index in range(len(self.tracked))):
             raise ScheduleError("a plan changes between steps, but gradients are being averaged. Call step() first.")
-        self.replica.wait_fresh()
-        for bucket in self.replica.buckets:
-            bucket.params_fresh.wait_host()
+        if self.recorder is not None:
+            self.recorder.release()
+        self.replica.synchronize()
         old = self.replica
         self._doors.close()
-        self._doors = Doors(self._model)
+        self._doors = Doors(self.model)
         self.replica, self.update = self._build(plan, schedule, observing=False)
         self.replica.step = old.step
         self.replica.inherit_gates(old)
@@ -337,7 +349,8 @@ class Engine:
     def _plan(self, forward_order: list[int]) -> tuple[Plan, Schedule]:
         options = self.options
         specs = [self.tracked[index].spec for index in forward_order]
-        return make_plan_and_schedule(options.schedule, options.fusion, specs, self.communicator.size, options.sharded)
+        size = self.communicator.size
+        return make_plan_and_schedule(options.schedule, options.fusion, specs, size, options.sharded, self.profile)
 
     def _build(self, plan: Plan, schedule: Schedule, observing: bool) -> tuple[Replica, Update]:
         """Lays out the parameters for a plan and makes what runs it."""
@@ -366,52 +379,37 @@ class Engine:
         missing = set(range(len(self.tracked))) - set(scheduler.order)
         # what never got a gradient goes last in the backward, where it delays nobody's reduction
         observed = [*sorted(missing), *reversed(scheduler.order)] if scheduler.order else None
-        seen: list[list[int]] = [order for order in self._gather_objects(observed) if order is not None]
+        seen: list[list[int]] = [order for order in self.gather_objects(observed) if order is not None]
         order = seen[0] if seen else None
         planned = [slot.param for bucket in self.replica.plan.buckets for slot in bucket.slots if slot.start == 0]
-        scheduler.observing = False
+        scheduler.observing, self._knows_order = False, True
         if order is not None and order != planned:
             self.relayout(*self._plan(order))
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
     def broadcast_buffers(self, root: int) -> None:
-        self.broadcast(list(self._model.buffers()), root)
+        self.broadcast(list(self.model.buffers()), root)
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         """Gives every rank the root's values, in place; blocks until done."""
-        with torch.no_grad():
-            copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-            self.streams.wait_values()
-            for copy in copies:
-                label = "broadcast of the first rank's values"
-                self.communicator.start_broadcast(copy, root, self.streams.communication, label)
-            self._wait_communication()
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.data.copy_(copy)  # not a change that a graph of an earlier forward should see
+        broadcast_values(tensors, root, self.communicator, self.streams)
 
-    def _gather_objects(self, mine: Any) -> list[Any]:
-        gathered: list[Any] = []
-        self.communicator.start_gather_objects(mine, gathered, self.streams.communication, "agreement")
-        self._wait_communication()
-        return gathered
-
-    def _wait_communication(self) -> None:
-        passed = self.streams.new_event()
-        self.streams.communication.record(passed)
-        passed.wait_host()
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's picklable object, by rank; blocks until done."""
+        return gather_objects(mine, self.communicator, self.streams, "agreement")
 
     def close(self) -> None:
         """Ends what is under way and undoes everything. After a failed collective it does so without waiting."""
         if self.closed:
             return
         self.closed = True
-        _remove(self._handles)
+        self.beside.close()
+        hooks.remove(self._handles)
         self._doors.close()
         if self._foreign is not None:
             self._foreign.close()
-        for tracked in self.tracked:
-            _owners.pop(id(tracked.param), None)
+        give_up(self)
         with contextlib.suppress(Exception):  # of a stream that failed: the gates stay, so whoever touches is told
             self.replica.release()
         self.peers.forget()
@@ -422,64 +420,11 @@ class Engine:
                     tracked.param.grad = None
 
 
-def _ring(this: weakref.ref[Engine], index: int, param: nn.Parameter) -> None:
-    engine = this()
-    if engine is not None:
-        engine.grad_arrived(index, param)
-
-
-def _unscale(
-    this: weakref.ref[Engine], found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    engine = this()
-    return plain if engine is None else engine.unscale(found_inf, inv_scale, plain)
-
-
-def _broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> None:
-    engine = this()
-    if engine is not None and module.training and torch.is_grad_enabled():
-        heard = engine.announcer.ask(Call.BUFFERS)
-        engine.broadcast_buffers(0 if heard is None else heard.leader)
-
-
-def _activity(this: weakref.ref[Engine], log: WaitLog) -> Activity:
-    engine = this()
-    if engine is None:  # dropped; its steps are still what the others may want to know
-        return Activity(log.num_steps, "", log.waited_ms)
-    communicator = engine.communicator
-    return Activity(engine.replica.step, communicator.doing, engine.log.waited_ms, communicator.failed)
-
-
 def _end(streams: Streams, communicator: Communicator, handles: list[Any]) -> None:
     """Lets what was enqueued drain, with a deadline: peers may still need this rank's part.
 
     Also when the optimizer was dropped without `close()`: then its hooks are still there.
     """
-    _remove(handles)
+    hooks.remove(handles)
     streams.close()
     communicator.close()
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-
-
-def _hide_from_dynamo() -> None:
-    """Compiled training loops call our hooks and `step`, but never trace into them."""
-    trace_rules = sys.modules.get("torch._dynamo.trace_rules")  # there whenever somebody may compile
-    if trace_rules is not None and not _hidden_from:
-        _hidden_from.append(trace_rules)
-        for package in ("dear", "dearcore", "dear_kernels"):
-            trace_rules.add(package)
-
-
-def _check_unclaimed(tracked: list[TrackedParameter]) -> None:
-    for t in tracked:
-        owner = _owners.get(id(t.param))
-        if owner is not None and not owner.closed and any(t.param is other.param for other in owner.tracked):
-            raise ArgumentError(
-                f"parameter '{t.spec.fqn}' is trained by another DistributedOptimizer already. Give each parameter to "
-                "one optimizer, or close() the other one first."
-            )

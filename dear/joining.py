@@ -28,6 +28,8 @@ from dearcore.communicator import Communicator
 from dearcore.errors import CommunicatorError, ScheduleError
 from dearcore.streams import InlineStream, Streams
 
+from .ranks import gather_objects, wait_communication
+
 __all__ = ["Announcer", "Call", "Heard"]
 
 LABEL = "agreement of ranks inside join()"
@@ -81,13 +83,13 @@ class Heard:
 
 
 class Announcer:
-    """Of one optimizer. `active`: this rank is inside `join()` and has batches."""
+    """Of one optimizer. `is_open`: this rank is inside `join()`; `active`: and has batches."""
 
     _open: str = ""  # one `join()` at a time in a process: a follower hears one optimizer only
 
     def __init__(self, communicator: Communicator, streams: Streams) -> None:
         self._communicator, self._streams = communicator, streams
-        self.active = False
+        self.active = self.is_open = False
         self.step = 0  # for labels
 
     def begin(self) -> None:
@@ -97,11 +99,11 @@ class Announcer:
                 "the other one first."
             )
         Announcer._open = "open"
-        self.active = True
+        self.active = self.is_open = True
 
     def end(self) -> None:
         Announcer._open = ""
-        self.active = False
+        self.active = self.is_open = False
 
     def say(self, call: Call, details: Any = None) -> None:
         """Enqueues an announcement, if this rank is inside `join()`. Errors surface where the stream is waited for."""
@@ -122,10 +124,7 @@ class Announcer:
 
     def exchange(self, mine: Any) -> list[Any]:
         """Every rank's picklable object, by rank. Blocks."""
-        everyone: list[Any] = []
-        self._communicator.start_gather_objects(mine, everyone, self._streams.communication, "end of join()")
-        self._wait()
-        return everyone
+        return gather_objects(mine, self._communicator, self._streams, "end of join()")
 
     def _start(self, call: Call, details: Any) -> Heard:
         heard = Heard()
@@ -134,13 +133,8 @@ class Announcer:
         return heard
 
     def _finish(self, heard: Heard) -> Heard:
-        self._wait()
+        wait_communication(self._streams)
         return heard
-
-    def _wait(self) -> None:
-        passed = self._streams.new_event()
-        self._streams.communication.record(passed)
-        passed.wait_host()
 
     def _agree(self, call: Call, details: Any, heard: Heard, label: str) -> None:
         """At once: for the communication stream."""

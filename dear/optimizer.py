@@ -12,16 +12,19 @@ from torch import nn, optim
 
 from dearcore.errors import ArgumentError, ScheduleError
 from dearcore.layout import NearbyLayers, Plan
+from dearcore.profile import Profile
 from dearcore.schedule import Schedule
 from dearcore.shard import steps_on_shards
 from dearcore.trace import Trace
 
 from . import checkpoint
+from .adaptation import measure_after_a_step
 from .context import current
-from .engine import Engine, Options
+from .engine import Engine
 from .following import joined
 from .joining import Call
-from .planning import check_fusion
+from .options import Options
+from .planning import check_fusion, check_profile
 from .stats import Stats
 
 __all__ = ["DistributedOptimizer"]
@@ -45,7 +48,10 @@ class DistributedOptimizer(optim.Optimizer):
             step on shards; anything else gets whole averaged gradients and runs its own `step`.
         model: the module whose parameters are trained.
         schedule: the name of a schedule, or a Schedule.
-        fusion: MiB a bucket (25.0), None for one bucket a tensor, `NearbyLayers(n)`, or a Plan.
+        fusion: MiB a bucket (25.0), None for one bucket a tensor, `NearbyLayers(n)`, a Plan, "merge" (buckets that
+            follow from measured times), or "auto" (the best of at most 15 that are tried in the first iterations;
+            needs the extra `tune`).
+        profile: times to plan with, for what needs them; None: measured in steps 2 to 4, then planned with.
         shard: "auto" by optimizer; True: gather parameters; False: gather gradients and run the optimizer's own step.
         accumulate: backward passes before gradients are averaged; the earlier ones stay local.
         reduce_dtype: dtype of gradients on the wire; None: each parameter's own.
@@ -64,7 +70,8 @@ class DistributedOptimizer(optim.Optimizer):
         model: nn.Module,
         *,
         schedule: str | Schedule = "dear",
-        fusion: float | NearbyLayers | Plan | None = 25.0,
+        fusion: float | NearbyLayers | Plan | str | None = 25.0,
+        profile: Profile | None = None,
         shard: bool | str = "auto",
         accumulate: int = 1,
         reduce_dtype: torch.dtype | None = None,
@@ -75,8 +82,11 @@ class DistributedOptimizer(optim.Optimizer):
         world = current().world
         _check_arguments(optimizer, model, shard, accumulate, reduce_dtype, master_dtype)
         check_fusion(fusion)
+        check_profile(profile, schedule, fusion)
         on_shards = steps_on_shards(optimizer) if shard == "auto" else bool(shard)
-        options = Options(schedule, fusion, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers)
+        options = Options(
+            schedule, fusion, profile, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers
+        )
         self._optimizer = optimizer
         self._engine = Engine(optimizer, model, options, world, world.ranks_of(group))
         optim.Optimizer.__setstate__(self, {})  # tables of hooks, profiler range around step
@@ -206,12 +216,25 @@ class DistributedOptimizer(optim.Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """The buckets. After the first backward they follow the order in which gradients arrived on the first rank."""
+        """The buckets. After the first backward they follow the order in which gradients arrived on the first rank.
+
+        `Plan.to_json()` and `from_json` keep a plan, a tuned one say, for the next run: `fusion=plan`.
+        """
         return self._engine.replica.plan
 
     @property
     def schedule(self) -> Schedule:
         return self._engine.replica.schedule
+
+    @property
+    def profile(self) -> Profile | None:
+        """Times of layers and network: what was passed or measured, else None. `profile.save(path)` keeps it."""
+        return self._engine.profile
+
+    def measure(self) -> None:
+        """Takes a profile in the three iterations after the next step; they hide no communication. Collective."""
+        engine = self._open()
+        engine.beside.start(measure_after_a_step(engine))
 
     @property
     def bytes_sent(self) -> int:
@@ -282,10 +305,7 @@ class DistributedOptimizer(optim.Optimizer):
 
     def synchronize(self) -> None:
         """Blocks the host until every parameter is up to date."""
-        replica = self._open().replica
-        replica.wait_fresh()
-        for bucket in replica.buckets:
-            bucket.params_fresh.wait_host()
+        self._open().replica.synchronize()
 
     def stats(self) -> Stats:
         """Where time went: the longest waits by bucket and module. Local to this rank; `print` shows a table."""

@@ -14,24 +14,49 @@ from dearcore.layout import (
     plan_threshold,
     plan_unfused,
 )
-from dearcore.planners import NEEDS_TIMES, PLANNERS
+from dearcore.merging import merge_for_dear, merged_layers, plan_groups
+from dearcore.planners import MERGE, NEEDS_TIMES, PLANNERS, dear_fill
 from dearcore.profile import Profile
 from dearcore.schedule import OpKind, Schedule, plan_all_reduce, plan_dear
 
-__all__ = ["check_fusion", "make_plan", "make_plan_and_schedule"]
+__all__ = ["AUTO", "MIB", "check_fusion", "check_profile", "make_plan", "make_plan_and_schedule", "needs_times"]
 
 MIB = 1024 * 1024
 DEFAULT_FUSION_MIB = 25.0  # of DistributedOptimizer
+AUTO = "auto"  # fusion: found by trials in the first iterations
+FUSED = ("dear", "dear-fill")  # schedules whose buckets the user may choose
 
 
 def check_fusion(fusion: object) -> None:
-    """Raises ArgumentError unless `fusion` is MiB > 0, None, NearbyLayers or a Plan."""
-    if fusion is None or isinstance(fusion, (NearbyLayers, Plan)):
+    """Raises ArgumentError unless `fusion` is MiB > 0, None, NearbyLayers, a Plan, 'merge' or 'auto'."""
+    if fusion is None or isinstance(fusion, (NearbyLayers, Plan)) or (isinstance(fusion, str) and fusion in _NAMED):
         return
     if isinstance(fusion, bool) or not isinstance(fusion, (int, float)) or not (math.isfinite(fusion) and fusion > 0):
         raise ArgumentError(
-            f"fusion={fusion!r}; expected MiB a bucket (> 0), None for no fusion, dear.NearbyLayers(n), or a Plan."
+            f"fusion={fusion!r}; expected MiB a bucket (> 0), None for no fusion, dear.NearbyLayers(n), '{MERGE}', "
+            f"'{AUTO}', or a Plan."
         )
+
+
+_NAMED = (MERGE, AUTO)
+
+
+def check_profile(profile: object, schedule: str | Schedule, fusion: object) -> None:
+    """Raises ArgumentError unless `profile` is None, or a Profile that somebody plans with."""
+    if profile is None:
+        return
+    if not isinstance(profile, Profile):
+        raise ArgumentError(f"profile={profile!r}; expected a dear.Profile, or None to have times measured.")
+    if not needs_times(schedule, fusion):
+        raise ArgumentError(
+            f"a profile has no effect with schedule={str(schedule).splitlines()[0]!r} and this fusion, which plan "
+            f"from sizes alone. Leave it out, or plan with it: fusion='{MERGE}', or schedule='mg-wfbp', ..."
+        )
+
+
+def needs_times(schedule: str | Schedule, fusion: object) -> bool:
+    """True if the plan follows from measured times."""
+    return (isinstance(fusion, str) and fusion in _NAMED) or (isinstance(schedule, str) and schedule in NEEDS_TIMES)
 
 
 def make_plan(fusion: float | NearbyLayers | Plan | None, params: Sequence[ParamSpec], num_shards: int) -> Plan:
@@ -48,7 +73,7 @@ def make_plan(fusion: float | NearbyLayers | Plan | None, params: Sequence[Param
 
 def make_plan_and_schedule(
     schedule: str | Schedule,
-    fusion: float | NearbyLayers | Plan | None,
+    fusion: float | NearbyLayers | Plan | str | None,
     params: Sequence[ParamSpec],
     world_size: int,
     sharded: bool,
@@ -56,10 +81,14 @@ def make_plan_and_schedule(
 ) -> tuple[Plan, Schedule]:
     """`params` stand in forward order. `sharded`: the optimizer may step shards; else the user's own steps once.
 
-    Raises: ArgumentError for a name that is not known, an option without effect, a planner that lacks measured times,
-    or a schedule that does not fit the plan.
+    Where times are needed and there is no profile yet: what to train with until they have been measured.
+
+    Raises: ArgumentError for a name that is not known, an option without effect, a profile of something else, or a
+    schedule that does not fit the plan.
     """
     num_shards = world_size if sharded else 1
+    if profile is not None:
+        profile.check_fits(params, world_size)
     if isinstance(schedule, Schedule):
         if not isinstance(fusion, Plan):
             raise ArgumentError("a Schedule names buckets by number. Pass the Plan that it was made for as `fusion`.")
@@ -71,21 +100,39 @@ def make_plan_and_schedule(
                 "all-reduces."
             )
         return make_plan(fusion, params, world_size if gathers_parameters else 1), schedule
+    if isinstance(fusion, str) and schedule not in FUSED and schedule in PLANNERS:
+        raise ArgumentError(f"fusion={fusion!r} has no effect: schedule='{schedule}' makes its own plan. Leave it out.")
     if schedule == "dear":
-        plan = make_plan(fusion, params, num_shards)
+        if isinstance(fusion, str):
+            plan = _merged(profile, params, num_shards) if fusion == MERGE and profile is not None else None
+        else:
+            plan = make_plan(fusion, params, num_shards)
+        if plan is None:
+            plan = make_plan(DEFAULT_FUSION_MIB, params, num_shards)
         return plan, plan_dear(plan) if sharded else plan_all_reduce(plan, "dear, whole gradients", step=False)
     if schedule not in PLANNERS:
         raise ArgumentError(f"schedule={schedule!r}; expected one of {', '.join(PLANNERS)}, or a Schedule.")
-    if schedule == "dear-fill" and not sharded:
-        raise ArgumentError("schedule='dear-fill' steps shards, but this optimizer steps as a whole. Use 'dear'.")
-    if schedule in NEEDS_TIMES and profile is None:
-        raise ArgumentError(f"schedule='{schedule}' plans with measured times. Take a profile of this model first.")
-    if profile is None:
-        profile = Profile.from_shapes(params, world_size)
-    profile.check_fits(params, world_size)
+    if schedule == "dear-fill":
+        if not sharded:
+            raise ArgumentError("schedule='dear-fill' steps shards, but this optimizer steps as a whole. Use 'dear'.")
+        if profile is not None and fusion != AUTO:
+            return dear_fill(profile, params, fusion=fusion)
+        plan = make_plan(DEFAULT_FUSION_MIB if isinstance(fusion, str) else fusion, params, num_shards)
+        return plan, plan_dear(plan)
     if fusion != DEFAULT_FUSION_MIB:
         raise ArgumentError(f"fusion={fusion!r} has no effect: schedule='{schedule}' makes its own plan. Leave it out.")
+    if profile is None:
+        profile = Profile.from_shapes(params, world_size)
+        schedule = "ddp" if schedule in NEEDS_TIMES else schedule
     plan, planned = PLANNERS[schedule](profile, params)
     if not sharded:
         planned = Schedule(schedule, tuple(op for op in planned.ops if op.kind is OpKind.ALL_REDUCE))
     return plan, planned
+
+
+def _merged(profile: Profile, params: Sequence[ParamSpec], num_shards: int) -> Plan:
+    """Groups from latency, bandwidth and times; for whole gradients those of MG-WFBP."""
+    ordered = profile.order(params)
+    if num_shards > 1:
+        return merge_for_dear(profile, ordered)
+    return plan_groups(ordered, 1, merged_layers(profile), "merged gradients")

@@ -20,6 +20,7 @@ from .doors import Doors
 from .gradients import local_gradient
 from .joining import Announcer, Call
 from .parameters import Gate, without_waiting
+from .ranks import wait_communication
 from .scheduler import Scheduler
 from .tracked import TrackedParameter
 
@@ -220,9 +221,7 @@ class Replica:
 
     def wait_communication(self) -> None:
         """Blocks the host until all that was enqueued on the communication stream has ended."""
-        passed = self.streams.new_event()
-        self.streams.communication.record(passed)
-        passed.wait_host()
+        wait_communication(self.streams)
 
     def arm(self) -> None:
         self.doors.refresh(self.gates)
@@ -231,13 +230,23 @@ class Replica:
 
     def inherit_gates(self, before: Replica) -> None:
         """Parameters that compiled code reads were found out under the plan before; under this one they still are."""
-        eager = {id(param) for gate in before.gates if gate.is_eager for param in gate.params()}
+        eager = before.eager_params()
         for gate in self.gates:
             gate.is_eager = gate.holds_any(eager)
+
+    def eager_params(self) -> set[int]:
+        """ids of the parameters that compiled code reads."""
+        return {id(param) for gate in self.gates if gate.is_eager for param in gate.params()}
 
     def wait_fresh(self) -> None:
         for gate in self.gates:
             gate.wait()
+
+    def synchronize(self) -> None:
+        """Blocks the host until every parameter is up to date."""
+        self.wait_fresh()
+        for bucket in self.buckets:
+            bucket.params_fresh.wait_host()
 
     def release(self) -> None:
         """Gives every parameter memory of its own again."""

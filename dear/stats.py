@@ -10,7 +10,7 @@ from dearcore.heartbeat import Status
 from dearcore.layout import Plan
 from dearcore.trace import Trace
 
-__all__ = ["Stats", "Wait", "WaitLog"]
+__all__ = ["Stats", "Trial", "Tuning", "Wait", "WaitLog"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,33 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    fusion: str
+    num_buckets: int
+    iteration_ms: float  # median of a trial, averaged over ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What fusion='auto' did. `print(tuning)` shows a table, in the order of the trials."""
+
+    trials: tuple[Trial, ...]
+    chosen: str
+    num_iterations: int  # that the search took, measuring included
+    lost_s: float  # of them, what they took longer than as many iterations of the chosen plan
+    replanning_s: float  # within lost_s: changes of plan and the search itself
+    moved_mb: float  # sent by this rank for changes of plan, 10^6 bytes
+
+    def __str__(self) -> str:
+        head = (
+            f"tuned in {len(self.trials)} trials, {self.num_iterations} iterations: {self.chosen}. Cost: "
+            f"{self.lost_s:.2f} s, {self.replanning_s:.2f} s of it for changes of plan ({self.moved_mb:.3f} MB sent)"
+        )
+        rows = [f"{t.iteration_ms:10.2f}  {t.num_buckets:7d}  {t.fusion}" for t in self.trials]
+        return "\n".join([head, f"{'median ms':>10s}  {'buckets':>7s}  plan", *rows])
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """`print(stats)` shows a table, longest waits first."""
 
@@ -34,6 +61,7 @@ class Stats:
     mb_sent_per_step: float  # 1 MB = 10^6 bytes
     waits: Sequence[Wait]
     slowest_rank: int | None  # the one that waits least for parameters; None until all have been heard of
+    tuning: Tuning | None = None  # what fusion="auto" tried and chose, when it is done
 
     def __str__(self) -> str:
         head = (
@@ -43,6 +71,8 @@ class Stats:
         )
         if self.slowest_rank is not None:
             head += f"\nslowest rank (the others wait for it): {self.slowest_rank}"
+        if self.tuning is not None:
+            head += f"\n{self.tuning}"
         rows = [f"{'bucket':>6s}  {'mean ms':>8s}  {'longest ms':>10s}  touched first by"]
         rows += [f"{w.bucket:6d}  {w.mean_ms:8.3f}  {w.longest_ms:10.3f}  {w.module}" for w in self.waits]
         return "\n".join([head, *rows])
@@ -56,6 +86,7 @@ def _slowest(peers: Sequence[Status]) -> int | None:
 class WaitLog:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
+        self.tuning: Tuning | None = None
         self._waited_s = 0.0
         self._total_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
@@ -117,4 +148,5 @@ class WaitLog:
             bytes_sent / 1e6 / steps,
             sorted(waits, key=lambda wait: -wait.mean_ms),
             _slowest(peers),
+            self.tuning,
         )

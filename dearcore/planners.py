@@ -197,13 +197,20 @@ def dear_fill(
     params: Sequence[ParamSpec] | None = None,
     *,
     fusion: Fusion = 25.0,
+    density: float | None = None,
 ) -> Planned:
     """As `dear`, but buckets of the last layers are stepped and gathered while the network idles in the backward.
 
-    No reduce-scatter that the end of the backward waits for leaves later than without. Where no gain is predicted the
-    schedule is dear's.
+    density: this part of the buckets (the last ones; 0 to 1) may be gathered early, where it fits; None: as many as the
+    predictor finds best. No reduce-scatter that the end of the backward waits for leaves later than without. Where no
+    gain is predicted the schedule is dear's.
     """
     _need_times(profile, "dear-fill")
+    if density is not None:
+        if not 0.0 <= density <= 1.0:
+            raise ArgumentError(f"density={density!r}; expected a part of the buckets, 0.0 to 1.0.")
+        plan, _ = dear(profile, params, fusion=fusion)
+        return _checked(plan, _fill(profile, plan, round(density * (len(plan.buckets) - 1))))
     # what is best for dear need not be best for filling, so with MERGE others are tried too
     fusions = (MERGE, None, 2.0, 4.0, 8.0, 25.0) if fusion == MERGE else (fusion,)
     plans = [dear(profile, params, fusion=each)[0] for each in fusions]

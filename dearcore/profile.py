@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,6 +247,18 @@ class Profile:
             raise ArgumentError(
                 f"expected the JSON of a profile, as Profile.to_json() writes it: {error!r}."
             ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json()`; `load` reads it."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Raises ArgumentError if the file holds no profile."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except ArgumentError as error:
+            raise ArgumentError(f"{path}: {error}") from error
 
     @classmethod
     def from_shapes(cls, params: Sequence[ParamSpec], world_size: int) -> Profile:

@@ -6,6 +6,7 @@ to be true on the host before an op may be launched; what has to be true on the 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import Enum
 
@@ -54,6 +55,22 @@ class Schedule:
     def __str__(self) -> str:
         lines = [f"{op.kind.value:15s} bucket {op.bucket:<4d} after {op.after.value}" for op in self.ops]
         return "\n".join([f"schedule: {self.name}, {len(self.ops)} ops", *lines])
+
+    def to_json(self) -> str:
+        ops = [[op.kind.value, op.bucket, op.after.value] for op in self.ops]
+        return json.dumps({"name": self.name, "ops": ops})
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Raises ArgumentError if `text` is no schedule."""
+        try:
+            record = json.loads(text)
+            ops = tuple(Op(OpKind(kind), int(bucket), After(after)) for kind, bucket, after in record["ops"])
+            return cls(str(record["name"]), ops)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"expected the JSON of a schedule, as Schedule.to_json() writes it: {error!r}."
+            ) from error
 
     @property
     def early_buckets(self) -> frozenset[int]:

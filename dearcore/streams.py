@@ -8,6 +8,7 @@ again gives it a new meaning for later waits only.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "CudaWorkerStream",
     "Event",
     "InlineStream",
+    "Stamp",
     "Stream",
     "Streams",
     "current_handle",
@@ -180,6 +182,23 @@ def current_handle(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
+class Stamp:
+    """A moment of the compute stream: the host's clock on CPU, a CUDA event on CUDA."""
+
+    __slots__ = ("_event", "_time_s")
+
+    def __init__(self, time_s: float = 0.0, event: torch.cuda.Event | None = None) -> None:
+        self._time_s, self._event = time_s, event
+
+    def seconds_since(self, start: Stamp) -> float:
+        """On CUDA the host waits until the device has passed both."""
+        if self._event is None or start._event is None:
+            return self._time_s - start._time_s
+        self._event.synchronize()
+        start._event.synchronize()
+        return float(start._event.elapsed_time(self._event)) / 1e3
+
+
 def record_mark(device: torch.device) -> Callable[[], bool]:
     """Marks the present end of the current stream; the function returned says whether it has been reached."""
     if device.type != "cuda":
@@ -223,6 +242,14 @@ class Streams:
 
     def new_event(self) -> Event:
         return _CudaEvent() if self.on_cuda else CpuEvent()
+
+    def new_stamp(self) -> Stamp:
+        """This moment of the compute stream; neither host nor device waits."""
+        if self.device.type != "cuda":
+            return Stamp(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return Stamp(event=event)
 
     def note_gradient(self) -> None:
         """The caller's current stream has just been given the work that produces a gradient."""

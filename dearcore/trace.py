@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,26 +26,29 @@ class Span:
 
 
 class Trace:
-    """Collects spans from any thread while `enabled`."""
+    """Collects spans from any thread while `enabled`. A `listener` hears of every span, collected or not."""
 
     def __init__(self) -> None:
         self.enabled = False
+        self.listener: Callable[[Span], None] | None = None
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
         profiling = torch.autograd.profiler._is_profiler_enabled
-        if not (self.enabled or profiling):
+        if not (self.enabled or profiling or self.listener is not None):
             yield
             return
         start_s = time.perf_counter()
         with torch.profiler.record_function(f"dear::{name}") if profiling else contextlib.nullcontext():
             yield
-        if self.enabled:
-            self.add(lane, name, start_s, time.perf_counter())
+        self.add(lane, name, start_s, time.perf_counter())
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+        listener = self.listener
+        if listener is not None:
+            listener(Span(lane, name, start_s, end_s))
         if self.enabled:
             with self._lock:
                 self._spans.append(Span(lane, name, start_s, end_s))

@@ -41,6 +41,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "triton": ("kernels/dear_kernels/",),
     "cupy": ("dearcore/nccl.py",),
     "matplotlib": ("dear/timeline.py",),  # imported when a picture is asked for
+    "bayes_opt": ("dear/tuner.py",),  # imported when buckets are tuned
     "torch.distributed": GROUPS,
     "torch.distributed.Store": ANYWHERE,  # the key-value store, the tensors and the checkpoints are no process groups
     "torch.distributed.PrefixStore": ANYWHERE,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from dear.engine import Engine, Options
+from dear.engine import Engine
 from dear.foreign import ForeignCollectives
+from dear.options import Options
 from dearcore.streams import BlockingStream, CudaWorkerStream, Streams
 from dearcore.trace import Trace
 from tests.support import fake_cuda
@@ -62,7 +63,7 @@ def expected(kind, size):
 
 
 def options(schedule="dear", fusion=None, accumulate=1, reduce_dtype=None, sharded=True):
-    return Options(schedule, fusion, sharded, accumulate, reduce_dtype, torch.float32, False)
+    return Options(schedule, fusion, None, sharded, accumulate, reduce_dtype, torch.float32, False)
 
 
 def train(detector, kind="sgd", opts=None, late=False):

@@ -1,0 +1,171 @@
+"""The search for bucket sizes: Bayesian optimization over what a few iterations take. Touches no rank and no device.
+
+    tuner = Tuner(Range(1.0, 40.0), guesses=[Point(4.0), Point(25.0)])
+    while (proposal := tuner.propose()) is not None:       # a point, or a candidate that is to be tried once more
+        tuner.observe(key_of_its_plan, times_s, point)
+    tuner.best().key
+
+Trials go in three parts: the guesses; then points that a Gaussian process expects to improve on the best (Snoek et al.,
+arXiv 1206.2944); then the best two or three once more, in turn, since what is chosen should not have been lucky.
+Points that come to the same plan are one candidate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import statistics
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dearcore.errors import ArgumentError
+
+__all__ = ["MAX_TRIALS", "Candidate", "Point", "Range", "Tuner", "check_installed", "is_installed"]
+
+MAX_TRIALS = 15
+NUM_CONFIRMED = 4  # of them: what is best so far, measured again
+IMPROVEMENT = 0.005  # of the iteration: `xi` of the expected improvement
+CLOSE = 1.05  # candidates within this factor of the best are measured again
+MAX_REPEATS = 3  # proposals in a row that are known already: the search is over
+EXTRA = "bayesian-optimization is not installed, which fusion='auto' needs: pip install 'dear-pytorch[tune]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where the search may look. `density`: which part of the buckets dear-fill may gather early; None: no such."""
+
+    mib: float
+    density: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Of the bucket size, searched on a logarithmic scale."""
+
+    low_mib: float
+    high_mib: float
+    with_density: bool = False
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A plan that was tried. `point`: the first that came to it, None for a plan that has no bucket size."""
+
+    key: Hashable
+    point: Point | None
+    num_trials: int = 0
+    times_s: list[float] = field(default_factory=list)  # of all iterations of its trials
+
+    @property
+    def median_s(self) -> float:
+        """What a slow iteration now and then does not move."""
+        return statistics.median(self.times_s)
+
+
+class Tuner:
+    """Args:
+    guesses: tried first, in this order; those that a predictor thinks best.
+    """
+
+    def __init__(
+        self, searched: Range, guesses: Sequence[Point], max_trials: int = MAX_TRIALS, random_state: int = 0
+    ) -> None:
+        check_installed()
+        package = importlib.import_module("bayes_opt")
+        self._range, self._guesses, self._max_trials = searched, list(guesses), max_trials
+        bounds = {"log2_mib": (math.log2(searched.low_mib), math.log2(searched.high_mib))}
+        if searched.with_density:
+            bounds["density"] = (0.0, 1.0)
+        self._optimizer: Any = package.BayesianOptimization(
+            f=None,
+            pbounds=bounds,
+            acquisition_function=package.acquisition.ExpectedImprovement(xi=IMPROVEMENT, random_state=random_state),
+            random_state=random_state,
+            verbose=0,
+            allow_duplicate_points=True,
+        )
+        self._optimizer.set_gp_params(alpha=1e-4)  # times of one plan differ by about a hundredth
+        self._registered: set[tuple[float, ...]] = set()
+        self.candidates: dict[Hashable, Candidate] = {}
+        self.num_trials = 0
+        self._num_repeats = 0
+        self._num_confirmed = 0
+
+    def propose(self) -> Point | Candidate | None:
+        """Where to look next; None when the search is over."""
+        if self.num_trials >= self._max_trials:
+            return None
+        if self._guesses:
+            return self._guesses.pop(0)
+        num_left = self._max_trials - self.num_trials
+        if num_left > NUM_CONFIRMED - self._num_confirmed and self._num_repeats < MAX_REPEATS and not self._is_point:
+            return self._suggested()
+        return self._to_confirm()
+
+    def observe(self, key: Hashable, times_s: Sequence[float], point: Point | None = None) -> None:
+        """Hears of a trial's iterations. `key` tells plans apart."""
+        self.num_trials += 1
+        candidate = self.candidates.setdefault(key, Candidate(key, point))
+        candidate.num_trials += 1
+        candidate.times_s += times_s
+        self._register(point or candidate.point, statistics.median(times_s))
+
+    def knows(self, point: Point, key: Hashable) -> bool:
+        """True if the plan of a proposed point was tried: it need not be again, and the search hears what it took."""
+        known = self.candidates.get(key)
+        if known is None:
+            self._num_repeats = 0
+            return False
+        self._num_repeats += 1
+        self._register(point, known.median_s)
+        return True
+
+    def best(self) -> Candidate:
+        return min(self.candidates.values(), key=lambda candidate: candidate.median_s)
+
+    @property
+    def _is_point(self) -> bool:
+        return self._range.low_mib == self._range.high_mib and not self._range.with_density
+
+    def _suggested(self) -> Point:
+        with warnings.catch_warnings():  # of a fit at the border of its parameters
+            warnings.simplefilter("ignore")
+            found = self._optimizer.suggest()
+        density = float(found["density"]) if self._range.with_density else None
+        return Point(min(max(2.0 ** float(found["log2_mib"]), self._range.low_mib), self._range.high_mib), density)
+
+    def _register(self, point: Point | None, iteration_s: float) -> None:
+        """The target is the logarithm of the speed, so that a hundredth means the same everywhere."""
+        if point is None:
+            return
+        mib = min(max(point.mib, self._range.low_mib), self._range.high_mib)
+        params = {"log2_mib": math.log2(mib)}
+        if self._range.with_density:
+            params["density"] = 0.0 if point.density is None else point.density
+        at = tuple(round(value, 6) for value in params.values())
+        if at not in self._registered:  # what a repeated trial says counts in `best`
+            self._registered.add(at)
+            self._optimizer.register(params=params, target=-math.log(iteration_s))
+
+    def _to_confirm(self) -> Candidate | None:
+        """The least often tried of those that are close to the best; None if nothing is close."""
+        self._num_confirmed += 1
+        best_s = self.best().median_s
+        close = [c for c in self.candidates.values() if c.median_s <= best_s * CLOSE]
+        if len(close) == 1 or self._num_confirmed > NUM_CONFIRMED:
+            return None
+        close = sorted(close, key=lambda candidate: candidate.median_s)[:3]
+        return min(close, key=lambda candidate: candidate.num_trials)
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("bayes_opt") is not None
+
+
+def check_installed() -> None:
+    """Raises ArgumentError that names the extra."""
+    if not is_installed():
+        raise ArgumentError(f"{EXTRA}, on every rank.")
