@@ -45,7 +45,6 @@ def _wrap(kind: str) -> None:
     plan, schedule = _planned("dear", dear.size())
     options = {
         "unknown": {"schedule": "ring"},
-        "without a profile": {"schedule": "mg-wfbp"},
         "without its plan": {"schedule": schedule},
         "fusion without effect": {"schedule": "wfbp", "fusion": 1.0},
         "misses a bucket": {"schedule": Schedule("mine", schedule.ops[1:]), "fusion": plan},
@@ -60,7 +59,6 @@ def _wrap(kind: str) -> None:
     ("kind", "says"),
     [
         ("unknown", "expected one of"),
-        ("without a profile", "profile"),
         ("without its plan", "Pass the Plan"),
         ("fusion without effect", "no effect"),
         ("misses a bucket", "bucket"),
