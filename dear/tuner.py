@@ -82,7 +82,7 @@ class Tuner:
         self._optimizer: Any = package.BayesianOptimization(
             f=None,
             pbounds=bounds,
-            acquisition_function=package.acquisition.ExpectedImprovement(xi=IMPROVEMENT, random_state=random_state),
+            acquisition_function=package.acquisition.ExpectedImprovement(xi=IMPROVEMENT),
             random_state=random_state,
             verbose=0,
             allow_duplicate_points=True,
