@@ -65,23 +65,27 @@ def options(schedule="dear", fusion=None, accumulate=1, reduce_dtype=None, shard
     return Options(schedule, fusion, sharded, accumulate, reduce_dtype, torch.float32, False)
 
 
-def train(detector, kind="sgd", opts=None, late=False):
+def train(detector, kind="sgd", opts=None, late=False, peek=False):
+    """`late`: two backward passes without zero_grad, the second of which is reduced in a further round.
+
+    `peek`: weights are read once more between backward and step.
+    """
+
     def work(world):
-        model = make_model()
-        engine = Engine(make_optimizer(kind, model), model, opts or options(), world, tuple(range(world.size)))
         with detector.mode():
+            model = make_model()
+            engine = Engine(make_optimizer(kind, model), model, opts or options(), world, tuple(range(world.size)))
             for step in range(STEPS):
                 engine.zero_grad(True)
                 x = batch(world.rank, step)
-                if late:  # two backward passes without zero_grad: the second is reduced in a further round
-                    loss_of(model, x[:2]).div(2).backward()
-                    loss_of(model, x[2:]).div(2).backward()
-                else:
-                    loss_of(model, x).backward()
+                for part in x.chunk(2) if late else [x]:
+                    loss_of(model, part).div(2 if late else 1).backward()
+                if peek:
+                    loss_of(model, x)
                 engine.step()
             result = [p.detach().clone() for p in model.parameters()]
-        engine.close()
-        return result
+            engine.close()
+            return result
 
     return work
 
