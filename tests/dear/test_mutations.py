@@ -20,7 +20,7 @@ EVENTS = [
     ("dearcore.bucket", "BucketRuntime.start_reduction", "streams.pack.wait(flat_read)"),
     ("dearcore.bucket", "BucketRuntime.on_reduced", "stream.wait(self.grads_reduced)"),
     ("dearcore.bucket", "BucketRuntime.start_all_gather", "communication.wait(self.shard_stepped)"),
-    ("dear.update", "ShardedUpdate.step", "replica.streams.wait_compute()"),
+    ("dear.replica", "Replica.finish_step", "self.streams.wait_compute()"),
     ("dear.parameters", "Gate.wait", "event.wait_compute()"),
     ("dear.engine", "Engine.broadcast", "self.streams.wait_values()"),
 ]
@@ -150,6 +150,8 @@ STEADY = [
     ("dear.engine", "Engine.grad_arrived"),
     ("dear.engine", "Engine.step"),
     ("dear.update", "ShardedUpdate.step"),
+    ("dear.replica", "Replica.finish_step"),
+    ("dear.replica", "Replica._step_bucket"),
     ("dear.parameters", "Gate"),
     ("dear.replica", "Replica._reduce"),
     ("dear.replica", "Replica._take_gradients"),
