@@ -96,6 +96,7 @@ def move_shards(old: Replica, new: Replica) -> int:
         for r, pieces in enumerate(incoming)
     ]
     received[rank] = sent[rank]
+    old.streams.wait_values()
     communicator.start_exchange(sent, received, stream, "move of shards to a new plan")
     old.wait_communication()
     states: dict[_Part, SegmentState] = {}

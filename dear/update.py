@@ -79,6 +79,7 @@ class ShardedUpdate:
         return total if norm_type == float("inf") else torch.pow(total, 1.0 / norm_type)
 
     def change_gradients(self, change: Callable[[torch.Tensor], Any]) -> None:
+        self._replica.streams.wait_compute()  # what `change` brings along was made there
         for bucket in self._replica.buckets:
             shard = bucket.grad_shard
             bucket.on_reduced(f"change[{bucket.index}]", lambda shard=shard: change(shard))  # type: ignore[misc]

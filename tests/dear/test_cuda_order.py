@@ -12,6 +12,9 @@ from torch import nn, optim
 from dear.engine import Engine
 from dear.foreign import ForeignCollectives
 from dear.options import Options
+from dear.planning import make_plan_and_schedule
+from dearcore.layout import ParamSpec, plan_unfused
+from dearcore.schedule import After, Op, OpKind, Schedule
 from dearcore.streams import BlockingStream, CudaWorkerStream, Streams
 from dearcore.trace import Trace
 from tests.support import fake_cuda
@@ -66,23 +69,40 @@ def options(schedule="dear", fusion=None, accumulate=1, reduce_dtype=None, shard
     return Options(schedule, fusion, None, sharded, accumulate, reduce_dtype, torch.float32, False)
 
 
-def train(detector, kind="sgd", opts=None, late=False):
+def filling():
+    """Every bucket is reduced, stepped and gathered inside the backward."""
+    model = make_model()
+    specs = [ParamSpec(i, name, tuple(p.shape), p.dtype) for i, (name, p) in enumerate(model.named_parameters())]
+    plan = plan_unfused(specs, 2)
+    ops = []
+    for bucket in reversed(plan.buckets):
+        ops.append(Op(OpKind.REDUCE_SCATTER, bucket.index, After.GRAD_READY))
+        ops.append(Op(OpKind.STEP, bucket.index, After.DONE))
+        ops.append(Op(OpKind.ALL_GATHER, bucket.index, After.DONE))
+    return options(Schedule("dear-fill", tuple(ops)), plan)
+
+
+def train(detector, kind="sgd", opts=None, late=False, peek=False):
+    """`late`: two backward passes without zero_grad, the second of which is reduced in a further round.
+
+    `peek`: weights are read once more between backward and step.
+    """
+
     def work(world):
-        model = make_model()
-        engine = Engine(make_optimizer(kind, model), model, opts or options(), world, tuple(range(world.size)))
         with detector.mode():
+            model = make_model()
+            engine = Engine(make_optimizer(kind, model), model, opts or options(), world, tuple(range(world.size)))
             for step in range(STEPS):
                 engine.zero_grad(True)
                 x = batch(world.rank, step)
-                if late:  # two backward passes without zero_grad: the second is reduced in a further round
-                    loss_of(model, x[:2]).div(2).backward()
-                    loss_of(model, x[2:]).div(2).backward()
-                else:
-                    loss_of(model, x).backward()
+                for part in x.chunk(2) if late else [x]:
+                    loss_of(model, part).div(2 if late else 1).backward()
+                if peek:
+                    loss_of(model, x)
                 engine.step()
             result = [p.detach().clone() for p in model.parameters()]
-        engine.close()
-        return result
+            engine.close()
+            return result
 
     return work
 
@@ -91,12 +111,12 @@ def train(detector, kind="sgd", opts=None, late=False):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "opts",
-    [options(), options(fusion=25.0), options("ddp", 25.0), options("ddp", 25.0, sharded=False)],
-    ids=["unfused", "one bucket", "all-reduce", "user's own step"],
+    [options(), options(fusion=25.0), options("ddp", 25.0), options("ddp", 25.0, sharded=False), "fill"],
+    ids=["unfused", "one bucket", "all-reduce", "user's own step", "steps in the backward"],
 )
 def test_training_is_right_and_free_of_races(monkeypatch, kind, deterministic, opts):
     with gpu_ranks(monkeypatch, 2, deterministic) as (detector, library, run):
-        results = run(train(detector, kind, opts))
+        results = run(train(detector, kind, filling() if opts == "fill" else opts))
         for result in results:
             for got, want in zip(result, expected(kind, 2), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -114,6 +134,36 @@ def test_gradients_that_come_late_are_free_of_races(monkeypatch):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         assert detector.races()[:20] == []
         assert any(name.startswith("agreement") for name, *_ in detector.work)
+
+
+def test_what_reads_and_changes_averages_is_free_of_races(monkeypatch):
+    """Clipping, a whole gradient, the state, another plan: between streams, and back to the compute stream."""
+
+    def work(world):
+        with detector.mode():
+            model = make_model()
+            engine = Engine(make_optimizer("sgd", model), model, options(), world, (0, 1))
+            for step in range(STEPS):
+                engine.zero_grad(True)
+                loss_of(model, batch(world.rank, step)).backward()
+                engine.finish_gradients()
+                engine.update.full_grad(engine.tracked[0]).mul_(2)
+                engine.clip_norm(0.5, 2.0)
+                engine.clip_value(0.25)
+                engine.step()
+                engine.export_state()
+                if step == 1:
+                    specs = [t.spec for t in engine.tracked]
+                    engine.relayout(*make_plan_and_schedule("dear", 25.0, specs, 2, True))
+            result = [p.detach().clone() for p in model.parameters()]
+            engine.close()
+            return result
+
+    with gpu_ranks(monkeypatch, 2) as (detector, _, run):
+        first, second = run(work)
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+        assert detector.races()[:20] == []
 
 
 def test_collectives_come_in_the_order_of_the_schedule(monkeypatch):

@@ -34,8 +34,7 @@ class FakeStream:
         self.clock: Clock = {}
 
     def wait_event(self, event: FakeEvent) -> None:
-        for handle, tick in event.clock.items():
-            self.clock[handle] = max(self.clock.get(handle, 0), tick)
+        merge(event.clock, self.clock)
 
 
 class FakeEvent:
@@ -62,6 +61,7 @@ def current(device: object = None) -> FakeStream:
     """Of this thread; its compute stream where nothing else was set."""
     if not hasattr(_streams, "stack"):
         _streams.stack = [FakeStream(name="compute")]
+        _streams.host = {}  # what this thread has waited for: all that it enqueues from then on is later
         _all.append(_streams.stack[0])
     stack: list[FakeStream] = _streams.stack
     return stack[-1]
@@ -78,9 +78,14 @@ def stream_context(stream: FakeStream) -> Iterator[None]:
 
 
 def _host_wait(clock: Clock) -> None:
-    stream = current()
-    for handle, tick in clock.items():
-        stream.clock[handle] = max(stream.clock.get(handle, 0), tick)
+    current()
+    merge(clock, _streams.host)
+    merge(clock, current().clock)
+
+
+def merge(source: Clock, into: Clock) -> None:
+    for handle, tick in source.items():
+        into[handle] = max(into.get(handle, 0), tick)
 
 
 def new_stream(device: object = None, priority: int = 0) -> FakeStream:
@@ -214,7 +219,11 @@ def fake_cuda(monkeypatch: Any) -> Iterator[Detector]:
     run = CudaWorkerStream.run
 
     def watched(self: CudaWorkerStream, name: str, work: Any) -> None:
+        current()
+        known = dict(_streams.host)
+
         def watched_work() -> None:
+            merge(known, current().clock)
             with detector.working(name):
                 work()
 

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -53,8 +53,16 @@ class FakeNccl:
     NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 6, 7, 8, 9
     NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN, NCCL_AVG = 0, 1, 2, 3, 4
     NcclError = NcclError
-    DTYPES = {0: torch.int8, 1: torch.uint8, 2: torch.int32, 4: torch.int64, 6: torch.float16, 7: torch.float32}
-    DTYPES |= {8: torch.float64, 9: torch.bfloat16}
+    DTYPES: ClassVar[dict[int, torch.dtype]] = {
+        0: torch.int8,
+        1: torch.uint8,
+        2: torch.int32,
+        4: torch.int64,
+        6: torch.float16,
+        7: torch.float32,
+        8: torch.float64,
+        9: torch.bfloat16,
+    }
 
     def __init__(self, version: int = 23007) -> None:
         self.version = version

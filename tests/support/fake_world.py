@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from dear.gradients import InFlightGradient
 from dearcore.gloo import GlooCommunicator
 from dearcore.heartbeat import Peers
 from dearcore.nccl import NcclCommunicator
@@ -82,7 +83,20 @@ def gpu_ranks(
 
     with fake_cuda.fake_cuda(monkeypatch) as detector:
         library.access = detector.nccl
+        _watch_accumulation(monkeypatch, detector)
         try:
             yield detector, library, run
         finally:
             run(lambda world: world.group.close())
+
+
+def _watch_accumulation(monkeypatch: Any, detector: fake_cuda.Detector) -> None:
+    """In-flight gradients are a tensor subclass, and what happens inside of its dispatch escapes the detector's."""
+    accumulate = InFlightGradient.accumulate
+
+    def watched(self: InFlightGradient, grad: torch.Tensor) -> None:
+        accumulate(self, grad)
+        assert self.local is not None
+        detector.tensor("accumulate", self.local, True)
+
+    monkeypatch.setattr(InFlightGradient, "accumulate", watched)

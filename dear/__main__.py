@@ -1,0 +1,7 @@
+"""`python -m dear doctor`."""
+
+import sys
+
+from .doctor import main
+
+sys.exit(main())
