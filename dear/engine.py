@@ -69,13 +69,14 @@ class Engine:
         self.optimizer, self.options = optimizer, options
         this = weakref.ref(self)  # parameters must not keep us alive
         self.tracked = track(optimizer, model, functools.partial(_unscale, this))
-        self.closed = self.local_only = self._was_local = self._unscaled = False
+        self.closed = self.local_only = self._was_local = self._unscaled = self._stepped = False
         _check_unclaimed(self.tracked)
         self.trace = Trace()
         self.log = WaitLog(self.trace)
         self.communicator: Communicator
         self.peers: Peers
         self.communicator, self.peers = world.new_communicator(ranks)
+        self._timeout, self._num_broken_off = world.timeout, 0
         num_bytes = sum(t.spec.num_bytes for t in self.tracked)
         self.streams = Streams(self.tracked[0].param.device, self.trace, one_worker=num_bytes < ONE_WORKER_BYTES)
         self.announcer = Announcer(self.communicator, self.streams)
@@ -198,6 +199,7 @@ class Engine:
         self.replica.step += 1
         self.announcer.step = self.replica.step
         self.log.step_ended()
+        self._stepped = True
         self._forget_passes()
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -210,32 +212,37 @@ class Engine:
         self.update.change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Where gradients have arrived, reductions may be under way: every rank launches the rest, then begins anew."""
+        """Begins an iteration anew. Reductions under way, here or elsewhere, are launched on every rank first."""
         scheduler = self.replica.scheduler
-        has_begun = scheduler.has_begun
-        with without_waiting():
-            if set_to_none:
-                self._forget_all()
-            if has_begun and not scheduler.observing:
-                scheduler.finish_gradients()
-        self.announcer.say(Call.ZERO_GRAD, (set_to_none, has_begun))
-        self.forget_gradients(set_to_none, has_begun)
+        if set_to_none:
+            self._forget_all()
+        unfinished = not scheduler.observing and (scheduler.has_begun or not self._stepped)
+        if unfinished and (self.announcer.active or self._any_has_begun()):
+            scheduler.launch_reductions()
+        self.announcer.say(Call.ZERO_GRAD, set_to_none)
+        self.begin_anew(set_to_none)
 
-    def forget_gradients(self, set_to_none: bool, has_begun: bool) -> None:
-        """Begins anew when all reductions are under way."""
-        self._unscaled = False
+    def begin_anew(self, set_to_none: bool) -> None:
+        self._stepped = False
+        self.replica.start_over()
+        self._forget_passes()
+        if set_to_none:
+            self._forget_all()
+            return
         with without_waiting():
-            if has_begun:
-                self.replica.reduced.clear()
-                self.replica.scheduler.restart()
-                self._forget_passes()
-            if set_to_none:
-                self._forget_all()
-                return
             for tracked in self.tracked:
                 if tracked.param.grad is not None:
                     tracked.param.grad.zero_()
                     tracked.whole = None
+
+    def _any_has_begun(self) -> bool:
+        """Asked where no step was made since the last `zero_grad`: what an exception has cut short may be an iteration
+        that other ranks have begun. A rank that has begun knows the answer, and waits for nobody.
+        """
+        self._num_broken_off += 1
+        begun = self.replica.scheduler.has_begun
+        self.peers.post(self._num_broken_off, begun)
+        return begun or any(self.peers.collect(self._num_broken_off, self._timeout))
 
     def unscale(
         self, found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]
@@ -257,8 +264,9 @@ class Engine:
         return others
 
     def _forget_all(self) -> None:
-        for tracked in self.tracked:
-            tracked.forget()
+        with without_waiting():
+            for tracked in self.tracked:
+                tracked.forget()
 
     def _forget_passes(self) -> None:
         self._unscaled = self._was_local = False
