@@ -61,7 +61,8 @@ class Engine:
         self.optimizer, self.options = optimizer, options
         this = weakref.ref(self)  # parameters must not keep us alive
         self.tracked = track(optimizer, model, functools.partial(hooks.unscale, this))
-        self.closed = self.local_only = self._was_local = self._unscaled = False
+        self.closed = self.local_only = self._was_local = self._unscaled = self._stepped = False
+        self.forward_begun = False  # since the last zero_grad, as far as gates have heard
         check_unclaimed(self.tracked)
         self.trace = Trace()
         self.log = WaitLog(self.trace)
@@ -69,6 +70,7 @@ class Engine:
         self.peers: Peers
         device = self.tracked[0].param.device
         self.communicator, self.peers = world.new_communicator(ranks, device)
+        self._timeout, self._num_broken_off = world.timeout, 0
         num_bytes = sum(t.spec.num_bytes for t in self.tracked)
         shared = world.shared_stream(ranks, device)
         self.streams = Streams(device, self.trace, num_bytes < ONE_WORKER_BYTES, shared)
@@ -218,6 +220,7 @@ class Engine:
         self.announcer.step = self.replica.step
         self.streams.iteration_ended()
         self.log.step_ended()
+        self._stepped = True
         self._forget_passes()
         if not self.announcer.is_open:  # ranks that follow have nothing to measure
             self.beside.step_ended()
@@ -232,33 +235,40 @@ class Engine:
         self.update.change_gradients(lambda grad: grad.clamp_(-clip_value, clip_value))
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Where gradients have arrived, reductions may be under way: every rank launches the rest, then begins anew."""
+        """Begins an iteration anew. Reductions under way, here or elsewhere, are launched on every rank first."""
         scheduler = self.replica.scheduler
-        has_begun = scheduler.has_begun
-        with without_waiting():
-            if set_to_none:
-                self._forget_all()
-            if has_begun and not scheduler.observing:
-                scheduler.finish_gradients()
+        if set_to_none:
+            self._forget_all()
+        broken_off = scheduler.has_begun or (self.forward_begun and not self._stepped)
+        if not scheduler.observing and broken_off:
+            if self.announcer.active or self._any_has_begun():
+                scheduler.launch_reductions()
                 self.replica.discard_early()
-        self.announcer.say(Call.ZERO_GRAD, (set_to_none, has_begun))
-        self.forget_gradients(set_to_none, has_begun)
+            self.replica.arm()  # to hear when the next forward begins
+        self.announcer.say(Call.ZERO_GRAD, set_to_none)
+        self.begin_anew(set_to_none)
 
-    def forget_gradients(self, set_to_none: bool, has_begun: bool) -> None:
-        """Begins anew when all reductions are under way."""
-        self._unscaled = False
+    def begin_anew(self, set_to_none: bool) -> None:
+        self._stepped = self.forward_begun = False
+        self.replica.start_over()
+        self._forget_passes()
+        if set_to_none:
+            self._forget_all()
+            return
         with without_waiting():
-            if has_begun:
-                self.replica.reduced.clear()
-                self.replica.scheduler.restart()
-                self._forget_passes()
-            if set_to_none:
-                self._forget_all()
-                return
             for tracked in self.tracked:
                 if tracked.param.grad is not None:
                     tracked.param.grad.zero_()
                     tracked.whole = None
+
+    def _any_has_begun(self) -> bool:
+        """Asked where a forward came to no step: what an exception has cut short may be an iteration that other ranks
+        have begun. A rank that has begun knows the answer, and waits for nobody.
+        """
+        self._num_broken_off += 1
+        begun = self.replica.scheduler.has_begun
+        self.peers.post(self._num_broken_off, begun)
+        return begun or any(self.peers.collect(self._num_broken_off, self._timeout))
 
     def unscale(
         self, found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]
@@ -291,8 +301,9 @@ class Engine:
             )
 
     def _forget_all(self) -> None:
-        for tracked in self.tracked:
-            tracked.forget()
+        with without_waiting():
+            for tracked in self.tracked:
+                tracked.forget()
 
     def _forget_passes(self) -> None:
         self._unscaled = self._was_local = False
@@ -363,7 +374,7 @@ class Engine:
             self.streams,
             self._doors,
             Numerics(options.reduce_dtype, options.master_dtype if options.sharded else None),
-            self.log.waited,
+            functools.partial(hooks.touched, weakref.ref(self), self.log),
             functools.partial(snapshot_hyper, self.optimizer),
             self.announcer,
             observing,

@@ -89,7 +89,7 @@ _ACTIONS: dict[Call, Callable[[Engine, Heard], object]] = {
     Call.REDUCE: lambda engine, heard: engine.replica.follow_reduction(heard.details),
     Call.LATE: _late,
     Call.STEP: _step,
-    Call.ZERO_GRAD: lambda engine, heard: engine.forget_gradients(*heard.details),
+    Call.ZERO_GRAD: lambda engine, heard: engine.begin_anew(heard.details),
     Call.CLIP_NORM: lambda engine, heard: engine.clip_norm(*heard.details),
     Call.CLIP_VALUE: lambda engine, heard: engine.clip_value(heard.details),
     Call.UNSCALE: _unscale,

@@ -212,6 +212,12 @@ class Replica:
         if kept:
             self.streams.keep_until(self.late_reduced, kept)
 
+    def start_over(self) -> None:
+        """Begins an iteration; all ranks have launched the same reductions before."""
+        self.scheduler.restart()
+        self.reduced.clear()
+        self._kept_and_cleared.clear()
+
     def clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
         """Forgets averaged gradients that the user has set to None (dropped) or to zeros (zeroed)."""
         for param in {*dropped, *zeroed}:

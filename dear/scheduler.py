@@ -101,10 +101,14 @@ class Scheduler:
     def finish_gradients(self) -> None:
         """Launches all reductions that are left, then further rounds for what came too late. Collective."""
         self.observing = False
-        self._gradients_finished = True
-        self._advance()
+        self.launch_reductions()
         late, self.late = self.late, set()
         self._launcher.launch_late(late)
+
+    def launch_reductions(self) -> None:
+        """Launches the reductions that are left, with the gradients that are there."""
+        self._gradients_finished = True
+        self._advance()
 
     def next_reduction(self) -> Op:
         """For a rank that follows others: the reduction that they launch now. It counts as launched here."""

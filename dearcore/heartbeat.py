@@ -7,12 +7,16 @@ that publishes depends on nothing else, so a rank whose heartbeat stops is stopp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from .errors import CommunicatorError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Activity", "Heartbeat", "Peers", "Status"]
 
 INTERVAL_S = 1.0
+KEPT_NOTES = 8  # answers that slower ranks may still read
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Heartbeat:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store.clone(), rank
         self._reader = store.clone()
+        self.notes = store.clone()  # for the main thread
         self._watched: dict[str, Callable[[], Activity]] = {}
         self._beat = 0
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
@@ -120,6 +126,27 @@ class Peers:
             return self._heartbeat.read(self._name, self._ranks)
         except RuntimeError:
             return []
+
+    def post(self, number: int, value: bool) -> None:
+        """Answers question `number`, for whoever asks. Errors of the store are silent: whoever asks will notice."""
+        if self._heartbeat is not None:
+            with contextlib.suppress(RuntimeError):
+                self._heartbeat.notes.set(f"{self._name}/{number}/{self._me}", str(int(value)))
+                self._heartbeat.notes.delete_key(f"{self._name}/{number - KEPT_NOTES}/{self._me}")
+
+    def collect(self, number: int, timeout: timedelta) -> list[bool]:
+        """Every rank's answer; blocks until all have answered. Raises CommunicatorError at the timeout."""
+        if self._heartbeat is None:
+            return []
+        keys = [f"{self._name}/{number}/{rank}" for rank in self._ranks]
+        try:
+            self._heartbeat.notes.wait(keys, timeout)
+            return [self._heartbeat.notes.get(key) == b"1" for key in keys]
+        except RuntimeError as error:
+            raise CommunicatorError(
+                f"rank {self._me}: zero_grad() without a step since the last one begins the iteration anew on all "
+                f"ranks, but not all have come to it. {self.blame()}"
+            ) from error
 
     def blame(self, wait_s: float = 2.5 * INTERVAL_S) -> str:
         """A sentence on who is to blame for a collective that failed here, from what is heard within `wait_s`.
