@@ -29,10 +29,11 @@ class FakeWorld:
     """As much of `dearcore.rendezvous.World` as an engine asks for; one for each rank."""
 
     moves_nothing = False
+    timeout = timedelta(seconds=20)
 
     def __init__(self, rank: int, size: int, library: FakeNccl, store: HashStore, deterministic: bool) -> None:
         self.rank, self.size, self.device = rank, size, CPU
-        limit = timedelta(seconds=20)
+        limit = self.timeout
         control = GlooCommunicator(PrefixStore("control", store), rank, size, limit, deterministic)
         stream = CudaWorkerStream("communication", Trace(), CPU)
         args = (library, PrefixStore("nccl", store), rank, size, CPU, stream, control, limit, deterministic)
