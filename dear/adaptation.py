@@ -24,7 +24,7 @@ from dearcore.predict import predict_iteration_s
 from dearcore.profile import Profile
 from dearcore.schedule import Schedule
 
-from .planning import AUTO, DEFAULT_FUSION_MIB, MIB, make_plan_and_schedule
+from .planning import AUTO, MIB, make_plan_and_schedule, sized_mib
 from .recorder import Recorder, Times, agreed_layers
 from .stats import Trial, Tuning
 from .sweep import measure_links
@@ -233,7 +233,7 @@ class _Search:
         densities: Sequence[float | None] = PREDICTED_DENSITIES if self._range.with_density else (None,)
         points = [Point(mib, density) for mib, density in itertools.product(sizes, densities)]
         best = min(points, key=lambda point: predict_iteration_s(self._profile, *self._at(point)))
-        others = [best.mib / 2, best.mib * 2, DEFAULT_FUSION_MIB, low_mib]
+        others = [best.mib / 2, best.mib * 2, sized_mib(self._profile.num_bytes), low_mib]
         return [best, *(Point(min(max(mib, low_mib), high_mib), best.density) for mib in others)]
 
     def _at(self, point: Point) -> Planned:

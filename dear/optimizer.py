@@ -48,9 +48,9 @@ class DistributedOptimizer(optim.Optimizer):
             step on shards; anything else gets whole averaged gradients and runs its own `step`.
         model: the module whose parameters are trained.
         schedule: the name of a schedule, or a Schedule.
-        fusion: MiB a bucket (25.0), None for one bucket a tensor, `NearbyLayers(n)`, a Plan, "merge" (buckets that
-            follow from measured times), or "auto" (the best of at most 15 that are tried in the first iterations;
-            needs the extra `tune`).
+        fusion: MiB a bucket, "sized" (a tenth of the model, 1 to 25 MiB), None for one bucket a tensor,
+            `NearbyLayers(n)`, a Plan, "merge" (buckets that follow from measured times), or "auto" (the best of at most
+            15 that are tried in the first iterations; needs the extra `tune`).
         profile: times to plan with, for what needs them; None: measured in steps 2 to 4, then planned with.
         shard: "auto" by optimizer; True: gather parameters; False: gather gradients and run the optimizer's own step.
         accumulate: backward passes before gradients are averaged; the earlier ones stay local.
@@ -70,7 +70,7 @@ class DistributedOptimizer(optim.Optimizer):
         model: nn.Module,
         *,
         schedule: str | Schedule = "dear",
-        fusion: float | NearbyLayers | Plan | str | None = 25.0,
+        fusion: float | NearbyLayers | Plan | str | None = "sized",
         profile: Profile | None = None,
         shard: bool | str = "auto",
         accumulate: int = 1,

@@ -22,23 +22,25 @@ from dearcore.schedule import OpKind, Schedule, plan_all_reduce, plan_dear
 __all__ = ["AUTO", "MIB", "check_fusion", "check_profile", "make_plan", "make_plan_and_schedule", "needs_times"]
 
 MIB = 1024 * 1024
-DEFAULT_FUSION_MIB = 25.0  # of DistributedOptimizer
+SIZED = "sized"  # fusion: a tenth of the model, within these
+SMALLEST_MIB, LARGEST_MIB = 1.0, 25.0
 AUTO = "auto"  # fusion: found by trials in the first iterations
 FUSED = ("dear", "dear-fill")  # schedules whose buckets the user may choose
 
 
 def check_fusion(fusion: object) -> None:
-    """Raises ArgumentError unless `fusion` is MiB > 0, None, NearbyLayers, a Plan, 'merge' or 'auto'."""
+    """Raises ArgumentError unless `fusion` is MiB > 0, None, NearbyLayers, a Plan, 'sized', 'merge' or 'auto'."""
     if fusion is None or isinstance(fusion, (NearbyLayers, Plan)) or (isinstance(fusion, str) and fusion in _NAMED):
         return
     if isinstance(fusion, bool) or not isinstance(fusion, (int, float)) or not (math.isfinite(fusion) and fusion > 0):
         raise ArgumentError(
-            f"fusion={fusion!r}; expected MiB a bucket (> 0), None for no fusion, dear.NearbyLayers(n), '{MERGE}', "
-            f"'{AUTO}', or a Plan."
+            f"fusion={fusion!r}; expected MiB a bucket (> 0), None for no fusion, dear.NearbyLayers(n), "
+            f"'{SIZED}', '{MERGE}', '{AUTO}', or a Plan."
         )
 
 
-_NAMED = (MERGE, AUTO)
+_MEASURED = (MERGE, AUTO)
+_NAMED = (SIZED, *_MEASURED)
 
 
 def check_profile(profile: object, schedule: str | Schedule, fusion: object) -> None:
@@ -56,11 +58,20 @@ def check_profile(profile: object, schedule: str | Schedule, fusion: object) -> 
 
 def needs_times(schedule: str | Schedule, fusion: object) -> bool:
     """True if the plan follows from measured times."""
-    return (isinstance(fusion, str) and fusion in _NAMED) or (isinstance(schedule, str) and schedule in NEEDS_TIMES)
+    return (isinstance(fusion, str) and fusion in _MEASURED) or (isinstance(schedule, str) and schedule in NEEDS_TIMES)
 
 
-def make_plan(fusion: float | NearbyLayers | Plan | None, params: Sequence[ParamSpec], num_shards: int) -> Plan:
-    """`params` stand in forward order."""
+def sized_mib(num_bytes: float) -> float:
+    """MiB a bucket where nobody has measured.
+
+    Many buckets hide more, few cost less latency. Ten leave a twentieth of the communication where it is always
+    exposed, at the end of the backward and at the start of the forward; above 25 MiB latency is small anyway.
+    """
+    return min(LARGEST_MIB, max(SMALLEST_MIB, num_bytes / MIB / 10))
+
+
+def make_plan(fusion: float | NearbyLayers | Plan | str | None, params: Sequence[ParamSpec], num_shards: int) -> Plan:
+    """`params` stand in forward order. What needs measured times is as 'sized' until there are some."""
     if isinstance(fusion, Plan):
         fusion.check_fits(params, num_shards)
         return fusion
@@ -68,6 +79,8 @@ def make_plan(fusion: float | NearbyLayers | Plan | None, params: Sequence[Param
         return plan_nearby_layers(params, num_shards, fusion.num_layers)
     if fusion is None:
         return plan_unfused(params, num_shards)
+    if isinstance(fusion, str):
+        fusion = sized_mib(sum(param.num_bytes for param in params))
     return plan_threshold(params, num_shards, fusion * MIB)
 
 
@@ -100,15 +113,13 @@ def make_plan_and_schedule(
                 "all-reduces."
             )
         return make_plan(fusion, params, world_size if gathers_parameters else 1), schedule
-    if isinstance(fusion, str) and schedule not in FUSED and schedule in PLANNERS:
+    if fusion != SIZED and schedule not in FUSED and schedule in PLANNERS:
         raise ArgumentError(f"fusion={fusion!r} has no effect: schedule='{schedule}' makes its own plan. Leave it out.")
     if schedule == "dear":
-        if isinstance(fusion, str):
-            plan = _merged(profile, params, num_shards) if fusion == MERGE and profile is not None else None
+        if fusion == MERGE and profile is not None:
+            plan = _merged(profile, params, num_shards)
         else:
             plan = make_plan(fusion, params, num_shards)
-        if plan is None:
-            plan = make_plan(DEFAULT_FUSION_MIB, params, num_shards)
         return plan, plan_dear(plan) if sharded else plan_all_reduce(plan, "dear, whole gradients", step=False)
     if schedule not in PLANNERS:
         raise ArgumentError(f"schedule={schedule!r}; expected one of {', '.join(PLANNERS)}, or a Schedule.")
@@ -116,11 +127,9 @@ def make_plan_and_schedule(
         if not sharded:
             raise ArgumentError("schedule='dear-fill' steps shards, but this optimizer steps as a whole. Use 'dear'.")
         if profile is not None and fusion != AUTO:
-            return dear_fill(profile, params, fusion=fusion)
-        plan = make_plan(DEFAULT_FUSION_MIB if isinstance(fusion, str) else fusion, params, num_shards)
+            return dear_fill(profile, params, fusion=sized_mib(profile.num_bytes) if fusion == SIZED else fusion)
+        plan = make_plan(fusion, params, num_shards)
         return plan, plan_dear(plan)
-    if fusion != DEFAULT_FUSION_MIB:
-        raise ArgumentError(f"fusion={fusion!r} has no effect: schedule='{schedule}' makes its own plan. Leave it out.")
     if profile is None:
         profile = Profile.from_shapes(params, world_size)
         schedule = "ddp" if schedule in NEEDS_TIMES else schedule

@@ -111,7 +111,7 @@ def train(detector, kind="sgd", opts=None, late=False, peek=False):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "opts",
-    [options(), options(fusion=25.0), options("ddp", 25.0), options("ddp", 25.0, sharded=False), "fill"],
+    [options(), options(fusion=25.0), options("ddp", "sized"), options("ddp", "sized", sharded=False), "fill"],
     ids=["unfused", "one bucket", "all-reduce", "user's own step", "steps in the backward"],
 )
 def test_training_is_right_and_free_of_races(monkeypatch, kind, deterministic, opts):

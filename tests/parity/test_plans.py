@@ -179,3 +179,15 @@ def test_the_plan_follows_the_first_backward(pool: RankPool) -> None:
     assert sorted(orders[0]) == sorted(name for name, _ in MODELS["odd"].named_parameters())
     first_layer = max(orders[0].index(name) for name in ("fc1.weight", "fc1.bias"))
     assert first_layer < min(orders[0].index(name) for name in ("fc2.weight", "fc2.bias"))
+
+
+def _default_plan() -> tuple[str, list[int]]:
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(30)])  # 30 MiB
+    optimizer = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    return optimizer.plan.fusion, [bucket.num_bytes for bucket in optimizer.plan.buckets]
+
+
+def test_buckets_are_a_tenth_of_the_model_by_default(pool: RankPool) -> None:
+    for fusion, sizes in pool.run(_default_plan, size=2):
+        assert fusion == "threshold 3 MiB"
+        assert sizes == [3 * 2**20] * 10
