@@ -118,7 +118,8 @@ def _slurm_first_host(env: Mapping[str, str]) -> str:
 
 
 class Closeable(Protocol):
-    def close(self) -> None: ...
+    def close(self, patience_s: float | None = None) -> None:
+        """Ends what is under way; what has not ended within `patience_s` (None: the timeout) is given up."""
 
 
 class World:
@@ -166,9 +167,9 @@ class World:
         """`closeable.close()` is called by `close`, unless it has died before."""
         self._closeables.add(closeable)
 
-    def close(self) -> None:
+    def close(self, patience_s: float | None = None) -> None:
         for closeable in list(self._closeables):
-            closeable.close()
+            closeable.close(patience_s)
         if self._nccl is not None:
             self._nccl.close()
         if self.heartbeat is not None:
@@ -269,7 +270,8 @@ def _connect(launch: Launch, timeout: timedelta) -> Store:
 
 def _open_store(launch: Launch, timeout: timedelta) -> Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(iter(rendezvous("env://", launch.rank, launch.size, timeout=timeout)))[0]
+        store: Store = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=timeout)))[0]
+        return store
     return TCPStore(
         launch.master_addr,
         launch.master_port,
