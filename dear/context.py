@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from dearcore.streams import Stream
 
 __all__ = ["device", "init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
 
+PATIENCE_S = 2.0  # with peers, at the end of a process that failed
 BACKENDS = ("auto", "nccl", "gloo", "local")
 
 
@@ -66,10 +68,14 @@ def init(
 
 def shutdown() -> None:
     """Closes all optimizers and connections, after what is under way has ended. `init` may be called again."""
+    _shut_down(None)
+
+
+def _shut_down(patience_s: float | None) -> None:
     global _context
     if _context is not None:
         context, _context = _context, None
-        context.world.close()
+        context.world.close(patience_s)
         context.communicator.close()
 
 
@@ -130,4 +136,9 @@ def local_size() -> int:
     return current().world.launch.local_size
 
 
-atexit.register(shutdown)
+def _at_exit() -> None:
+    """A process that ends by an error, or by Ctrl-C, has nothing to wait for; its peers hear of its end sooner."""
+    _shut_down(PATIENCE_S if getattr(sys, "last_value", None) is not None else None)
+
+
+atexit.register(_at_exit)

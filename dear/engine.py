@@ -410,11 +410,16 @@ class Engine:
         """Every rank's picklable object, by rank; blocks until done."""
         return gather_objects(mine, self.communicator, self.streams, "agreement")
 
-    def close(self) -> None:
-        """Ends what is under way and undoes everything. After a failed collective it does so without waiting."""
+    def close(self, patience_s: float | None = None) -> None:
+        """Ends what is under way and undoes everything. After a failed collective it does so without waiting.
+
+        `patience_s` (None: the timeout): peers that have not joined by then are not waited for.
+        """
         if self.closed:
             return
         self.closed = True
+        if patience_s is not None:
+            self.streams.hurry(patience_s)
         self.beside.close()
         hooks.remove(self._handles)
         self._doors.close()

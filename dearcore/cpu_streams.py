@@ -16,6 +16,9 @@ from .trace import Trace
 __all__ = ["ALREADY_TRUE", "CpuEvent", "CpuStream", "Event", "Flag", "InlineStream", "Stream"]
 
 
+STUCK_S = 0.5  # for the thread of a stream that has failed: there is nothing left to drain
+
+
 class Event(Protocol):
     def wait_host(self) -> None:
         """Blocks the host until the event has come true; raises what its stream failed with."""
@@ -114,7 +117,7 @@ class _Worker:
         self.closed = True
         self.queue.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+            self._thread.join(timeout_s if self.error is None else STUCK_S)
 
     def _work(self) -> None:
         while (work := self.queue.get()) is not None:

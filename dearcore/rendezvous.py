@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import socket
 import subprocess
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -29,6 +31,7 @@ from .streams import BlockingStream, CudaWorkerStream, InlineStream, Stream
 __all__ = ["Launch", "World", "read_launch"]
 
 DEFAULT_PORT = 29500
+SETTLE_S = 2.0  # for the store's own timeout, with its own message, to come first
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ def _slurm_first_host(env: Mapping[str, str]) -> str:
 
 
 class Closeable(Protocol):
-    def close(self) -> None: ...
+    def close(self, patience_s: float | None = None) -> None:
+        """Ends what is under way; what has not ended within `patience_s` (None: the timeout) is given up."""
 
 
 class World:
@@ -163,9 +167,9 @@ class World:
         """`closeable.close()` is called by `close`, unless it has died before."""
         self._closeables.add(closeable)
 
-    def close(self) -> None:
+    def close(self, patience_s: float | None = None) -> None:
         for closeable in list(self._closeables):
-            closeable.close()
+            closeable.close(patience_s)
         if self._nccl is not None:
             self._nccl.close()
         if self.heartbeat is not None:
@@ -255,23 +259,45 @@ def _connect(launch: Launch, timeout: timedelta) -> Store:
             "address of rank 0's host that every host can reach."
         ) from error
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=timeout)))
-            return PrefixStore("dear", store)
-        host_name = launch.master_addr
-        store = TCPStore(
-            host_name,
-            launch.master_port,
-            launch.size,
-            launch.rank == 0,
-            timeout,
-            multi_tenant=True,
-            wait_for_workers=False,
-        )
-        return PrefixStore("dear", store)
+        return PrefixStore("dear", _within(timeout, lambda: _open_store(launch, timeout)))
     except (dist.DistError, RuntimeError, ValueError) as error:
         role = "cannot listen on" if launch.rank == 0 else "cannot reach rank 0 at"
         raise CommunicatorError(
             f"rank {launch.rank}: {role} MASTER_ADDR:MASTER_PORT = {where}: {error}. If another job uses the port, set "
             "MASTER_PORT to a free one (torchrun: --rdzv-endpoint or --master-port)."
         ) from error
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> Store:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: Store = next(iter(rendezvous("env://", launch.rank, launch.size, timeout=timeout)))[0]
+        return store
+    return TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        launch.size,
+        launch.rank == 0,
+        timeout,
+        multi_tenant=True,
+        wait_for_workers=False,
+    )
+
+
+def _within(timeout: timedelta, open_store: Callable[[], Store]) -> Store:
+    """A server that accepts the connection and then says nothing would keep TCPStore waiting for ever."""
+    answers: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(open_store())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=work, name="dear-store", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout.total_seconds() + SETTLE_S)
+    except queue.Empty:
+        raise RuntimeError("what listens there accepts connections but does not answer as this job's store") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .cpu_streams import ALREADY_TRUE, CpuEvent, CpuStream, Event, Flag, InlineStream, Stream
+from .errors import CommunicatorError
 from .trace import Trace
 
 __all__ = [
@@ -299,6 +300,13 @@ class Streams:
     def iteration_ended(self) -> None:
         self._producers.clear()
         self.drop_kept()
+
+    def hurry(self, patience_s: float) -> None:
+        """What has not ended within `patience_s` is given up: whoever waits for it is told, now and later."""
+        deadline_s = time.monotonic() + patience_s
+        for stream in (self.pack, self.communication, self.step):
+            if not stream.drain(max(0.0, deadline_s - time.monotonic())):
+                stream.fail(CommunicatorError("this process is ending after an error and waits for its peers no longer."))
 
     def close(self) -> None:
         for stream in (self.pack, self.communication, self.step):
