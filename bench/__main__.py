@@ -14,6 +14,7 @@ COMMANDS = {
     "cluster": "bench.cluster",
     "replay": "bench.replay",
     "simulate": "bench.simulate.cli",
+    "gpu": "bench.gpu.cli",
 }
 
 

@@ -114,7 +114,7 @@ class Trainee:
 def build(method: Method, model: nn.Module, layers: Sequence[nn.Module], lr: float) -> Trainee:
     """Wraps `model`, whose layers are `layers`. Collective; torch.distributed and dear are initialised."""
     if method.kind == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)

@@ -1,0 +1,1 @@
+"""What only a GPU can tell: bandwidth of the kernels, cost of the schedule, and what communication is hidden."""
