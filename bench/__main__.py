@@ -13,6 +13,7 @@ COMMANDS = {
     "overhead": "bench.overhead",
     "cluster": "bench.cluster",
     "replay": "bench.replay",
+    "compare": "bench.compare.cli",
     "simulate": "bench.simulate.cli",
 }
 

@@ -1,0 +1,200 @@
+"""Every way to train in one run, interleaved: the paper's five models, their compute replayed over emulated hosts.
+
+    python -m bench compare --hosts 4 --testbed balanced --model all --json out.jsonl
+    python -m bench compare --real --hosts 2 --model resnet50 --batch 2 --methods ddp,dear
+
+The testbed fixes the ratio of communication to compute (bench/compare/testbeds.py); bucket sizes are those of the model
+at full size. `--real` trains the models themselves on synthetic batches, on the CPU or the GPU, over whatever connects
+the ranks. JSON: one line for each method and model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.cluster import Cluster
+from bench.launch import World
+from bench.methods import Method, parse_methods
+from bench.replay import LayerProfile
+from bench.simulate.networks import NETWORKS
+
+from .measure import RankResult, Timing, Workload, measure_methods
+from .replayed import Replayed
+from .rows import line_header, lines_of, table_rows, targets_of
+from .testbeds import TESTBEDS, Emulation, emulate
+
+__all__ = ["DEFAULT_METHODS", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY = "every way to train, in one run: the paper's five models over emulated hosts, or for real"
+
+ALL = "all"
+LEARNING_RATE = 2.0**-10
+RATE_MB_PER_GBPS = 160.0  # DESIGN's 160 MB on a link of 1 Gbit/s; shrinks with the link
+INNER_RATE_FACTOR = 8  # of links inside a node
+DEFAULT_METHODS = (
+    "ddp,ddp:2.5,ddp:5,ddp:10,ddp:50,ddp:100,fsdp2:25,fsdp2:5,zero,horovod-package,"
+    "wfbp,horovod,mg-wfbp,bytescheduler,"
+    "dear:unfused,dear:2.5,dear:5,dear:10,dear,dear:50,dear:merge,dear:auto,dear-fill,dear-fill:merge,"
+    "dear-rs,dear-ag,dear-none"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default=ALL, help=f"{', '.join(NETWORKS)}, several with commas, or {ALL}")
+    add("--testbed", choices=TESTBEDS, default="balanced", help="whose ratio of communication to compute to keep")
+    add("--hosts", type=int, default=4, help="emulated hosts, one rank each (4)")
+    add("--hosts-per-node", type=int, help="two levels: so many hosts share a node with a fast network inside")
+    add("--methods", default=DEFAULT_METHODS, help="comma-separated; see bench/methods.py")
+    add("--scale", type=float, help="of every tensor, and of the links with them (chosen for this machine)")
+    add("--speed", type=float, help="how many times as fast as published compute is played (chosen likewise)")
+    add("--iterations", type=int, default=6, help="timed iterations a block (6)")
+    add("--blocks", type=int, default=2, help="blocks a method, in turn with the others' (2)")
+    add("--real", action="store_true", help="train the models themselves on synthetic batches")
+    add("--batch", type=int, help="with --real: examples a rank (the paper's)")
+    add("--timeout-s", type=float, default=1500.0, help="for one model (1500)")
+
+
+def run(args: argparse.Namespace) -> int:
+    models, methods = _checked(args)
+    console = Console(width=None if Console().is_terminal else 200)
+    status = 0
+    for model in models:
+        start_s = time.monotonic()
+        measure = _real_lines if args.real else _replayed_lines
+        lines = measure(args, model, methods)
+        _show(console, lines, time.monotonic() - start_s)
+        if args.json:
+            with Path(args.json).open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        wrong = [line["method"] for line in lines if line["params_equal"] is False]
+        if wrong:
+            console.print(f"WRONG: parameters of {', '.join(wrong)} differ from those of the first method")
+        targets = [] if args.real else targets_of(lines)
+        for target in targets:
+            console.print(str(target), highlight=False, soft_wrap=True)
+        status |= bool(wrong) or (args.check and not all(target.passed for target in targets))
+    return int(status)
+
+
+def _checked(args: argparse.Namespace) -> tuple[list[str], list[Method]]:
+    """Ends the program if an option is wrong or would have no effect."""
+    models = list(NETWORKS) if args.model == ALL else args.model.split(",")
+    unknown = [model for model in models if model not in NETWORKS]
+    if unknown:
+        raise SystemExit(f"error: no model '{unknown[0]}'; expected {', '.join(NETWORKS)}, or {ALL}")
+    if args.real:
+        for option, given in (("--scale", args.scale), ("--speed", args.speed)):
+            if given is not None:
+                raise SystemExit(f"error: {option} has no effect with --real: models are trained as they are")
+    elif args.batch is not None:
+        raise SystemExit("error: --batch has no effect without --real")
+    for option, value in (("--scale", args.scale), ("--speed", args.speed), ("--batch", args.batch)):
+        if value is not None and not value > 0:
+            raise SystemExit(f"error: {option} {value:g}; expected more than 0")
+    try:
+        return models, parse_methods(args.methods)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+
+
+def _replayed_lines(args: argparse.Namespace, model: str, methods: Sequence[Method]) -> list[dict[str, Any]]:
+    emulation = emulate(model, args.testbed, args.hosts, args.scale, args.speed)
+    timing = Timing(args.blocks, args.iterations, RATE_MB_PER_GBPS * emulation.link_gbps)
+    with _cluster(args, emulation) as cluster:
+        described = cluster.describe()
+        results: list[RankResult] = cluster.run_ranks(
+            _replayed_rank,
+            timeout_s=args.timeout_s,
+            layers=emulation.layers,
+            methods=methods,
+            timing=timing,
+            size_scale=emulation.scale,
+        )
+    settings = {
+        "cluster": described,
+        "scale": round(emulation.scale, 6),
+        "speed": round(emulation.speed, 4),
+        "ratio_of_testbed": round(emulation.ratio, 4),
+        "mb": round(emulation.num_bytes / 1e6, 3),
+        "layers": len(emulation.layers),
+        "planned_compute_ms": round(emulation.compute_s * 1e3, 2),
+        "optimizer": f"SGD(lr={LEARNING_RATE:g})",
+        "blocks": args.blocks,
+        "iterations": args.iterations,
+        "rate_mb": round(timing.rate_mb, 2),
+        "links": [
+            {"alpha_ms": round(link.alpha_s * 1e3, 4), "ns_per_byte": round(link.beta_s_per_byte * 1e9, 4)}
+            for link in results[0].links
+        ],
+    }
+    base = {"model": model, "testbed": args.testbed, "hosts": args.hosts, **line_header("compare", settings)}
+    return lines_of(base, methods, results, emulation.layers, timing.rate_mb)
+
+
+def _cluster(args: argparse.Namespace, emulation: Emulation) -> Cluster:
+    try:
+        if args.hosts_per_node is None:
+            return Cluster(args.hosts, emulation.rate)
+        inner = f"{round(emulation.link_gbps * INNER_RATE_FACTOR * 1e3)}mbit"
+        return Cluster(args.hosts, inner, hosts_per_node=args.hosts_per_node, uplink_rate=emulation.rate)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _replayed_rank(
+    world: World, layers: Sequence[LayerProfile], methods: Sequence[Method], timing: Timing, size_scale: float
+) -> RankResult:
+    make: Any = functools.partial(_replayed, layers)
+    return measure_methods(world, methods, timing, make, (torch.optim.SGD, {"lr": LEARNING_RATE}), size_scale)
+
+
+def _replayed(layers: Sequence[LayerProfile], world: World) -> Workload:
+    return Replayed(world, layers)
+
+
+def _real_lines(args: argparse.Namespace, model: str, methods: Sequence[Method]) -> list[dict[str, Any]]:
+    raise SystemExit("not yet")
+
+
+# ---------------------------------------------------------------------------------------------------------------- show
+
+
+def _show(console: Console, lines: Sequence[Mapping[str, Any]], seconds: float) -> None:
+    first = lines[0]
+    settings = first["settings"]
+    title = (
+        f"{first['model']} on {first['testbed']}: {settings['cluster']}; without communication "
+        f"{first['compute_ms']:.1f} ms, one all-reduce of everything {first['all_reduce_ms']:.1f} ms "
+        f"(bus {first['bus_gbps']:.3f} Gbit/s); {seconds:.0f} s"
+    )
+    rows = table_rows(lines)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        is_text = name in ("method", "note")
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right", no_wrap=name == "method")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in names))
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
