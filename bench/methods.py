@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -213,7 +214,7 @@ def _first_bucket(mib: float) -> Any:
 
 
 def _fsdp2(method: Method, model: nn.Module, layers: Sequence[nn.Module], setting: Setting) -> Trainee:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     groups = [[layer] for layer in layers]
     if method.mib is not None:
         groups = _grouped(layers, method.mib * setting.size_scale * MIB)
@@ -222,7 +223,7 @@ def _fsdp2(method: Method, model: nn.Module, layers: Sequence[nn.Module], settin
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     if method.mib is not None:
         heads = [group[0] for group in groups]
-        for head, following in zip(heads, heads[1:], strict=False):
+        for head, following in itertools.pairwise(heads):
             assert isinstance(head, FSDPModule) and isinstance(following, FSDPModule)
             head.set_modules_to_forward_prefetch([following])
     return Trainee(method, model, model, setting.optimizer(model))
@@ -247,7 +248,9 @@ def _horovod_package(method: Method, model: nn.Module, _: Sequence[nn.Module], s
 
     hvd.init()
     if hvd.size() != dist.get_world_size():
-        raise NotImplementedError(f"Horovod sees {hvd.size()} ranks of {dist.get_world_size()}; start it by its own launcher.")
+        raise NotImplementedError(
+            f"Horovod sees {hvd.size()} ranks of {dist.get_world_size()}; start it by its own launcher."
+        )
     optimizer = hvd.DistributedOptimizer(setting.optimizer(model), named_parameters=model.named_parameters())
     return Trainee(method, model, model, optimizer)
 

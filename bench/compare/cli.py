@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cluster import Cluster
-from bench.launch import World
+from bench.launch import World, run_ranks
 from bench.methods import Method, parse_methods
 from bench.replay import LayerProfile
 from bench.simulate.networks import NETWORKS
@@ -40,28 +40,28 @@ SUMMARY = "every way to train, in one run: the paper's five models over emulated
 ALL = "all"
 LEARNING_RATE = 2.0**-10
 RATE_MB_PER_GBPS = 160.0  # DESIGN's 160 MB on a link of 1 Gbit/s; shrinks with the link
+REAL_RATE_MB = 160.0
 INNER_RATE_FACTOR = 8  # of links inside a node
 DEFAULT_METHODS = (
-    "ddp,ddp:2.5,ddp:5,ddp:10,ddp:50,ddp:100,fsdp2:25,fsdp2:5,zero,horovod-package,"
-    "wfbp,horovod,mg-wfbp,bytescheduler,"
-    "dear:unfused,dear:2.5,dear:5,dear:10,dear,dear:50,dear:merge,dear:auto,dear-fill,dear-fill:merge,"
-    "dear-rs,dear-ag,dear-none"
+    "ddp,ddp:5,ddp:10,ddp:50,ddp:100,fsdp2:25,zero,horovod-package,wfbp,horovod,mg-wfbp,bytescheduler,"
+    "dear:unfused,dear:2.5,dear:5,dear:10,dear,dear:merge,dear:auto,dear-fill,dear-fill:merge,dear-rs,dear-ag,dear-none"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=ALL, help=f"{', '.join(NETWORKS)}, several with commas, or {ALL}")
-    add("--testbed", choices=TESTBEDS, default="balanced", help="whose ratio of communication to compute to keep")
+    add("--testbed", choices=TESTBEDS, help="whose ratio of communication to compute to keep")
     add("--hosts", type=int, default=4, help="emulated hosts, one rank each (4)")
     add("--hosts-per-node", type=int, help="two levels: so many hosts share a node with a fast network inside")
     add("--methods", default=DEFAULT_METHODS, help="comma-separated; see bench/methods.py")
     add("--scale", type=float, help="of every tensor, and of the links with them (chosen for this machine)")
     add("--speed", type=float, help="how many times as fast as published compute is played (chosen likewise)")
-    add("--iterations", type=int, default=6, help="timed iterations a block (6)")
+    add("--iterations", type=int, default=5, help="timed iterations a block (5)")
     add("--blocks", type=int, default=2, help="blocks a method, in turn with the others' (2)")
     add("--real", action="store_true", help="train the models themselves on synthetic batches")
     add("--batch", type=int, help="with --real: examples a rank (the paper's)")
+    add("--rate", help="with --real: of emulated links between the ranks, '1gbit' (none: this machine's loopback)")
     add("--timeout-s", type=float, default=1500.0, help="for one model (1500)")
 
 
@@ -89,16 +89,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> tuple[list[str], list[Method]]:
     """Ends the program if an option is wrong or would have no effect."""
+    if args.real == (args.testbed is not None):
+        raise SystemExit(f"error: give either --testbed ({', '.join(TESTBEDS)}) or --real")
     models = list(NETWORKS) if args.model == ALL else args.model.split(",")
     unknown = [model for model in models if model not in NETWORKS]
     if unknown:
         raise SystemExit(f"error: no model '{unknown[0]}'; expected {', '.join(NETWORKS)}, or {ALL}")
     if args.real:
-        for option, given in (("--scale", args.scale), ("--speed", args.speed)):
+        without = (("--scale", args.scale), ("--speed", args.speed), ("--hosts-per-node", args.hosts_per_node))
+        for option, given in without:
             if given is not None:
                 raise SystemExit(f"error: {option} has no effect with --real: models are trained as they are")
-    elif args.batch is not None:
-        raise SystemExit("error: --batch has no effect without --real")
+    for option, given in (("--batch", args.batch), ("--rate", args.rate)):
+        if given is not None and not args.real:
+            raise SystemExit(f"error: {option} has no effect without --real")
     for option, value in (("--scale", args.scale), ("--speed", args.speed), ("--batch", args.batch)):
         if value is not None and not value > 0:
             raise SystemExit(f"error: {option} {value:g}; expected more than 0")
@@ -136,13 +140,19 @@ def _replayed_lines(args: argparse.Namespace, model: str, methods: Sequence[Meth
         "blocks": args.blocks,
         "iterations": args.iterations,
         "rate_mb": round(timing.rate_mb, 2),
-        "links": [
-            {"alpha_ms": round(link.alpha_s * 1e3, 4), "ns_per_byte": round(link.beta_s_per_byte * 1e9, 4)}
-            for link in results[0].links
-        ],
+        "links": _links(results[0]),
     }
     base = {"model": model, "testbed": args.testbed, "hosts": args.hosts, **line_header("compare", settings)}
-    return lines_of(base, methods, results, emulation.layers, timing.rate_mb)
+    return lines_of(base, methods, results, timing.rate_mb)
+
+
+def _links(result: RankResult) -> list[dict[str, float]]:
+    """Of dear's reduce-scatter, all-gather and all-reduce, as the planners were told."""
+    profile = result.profile
+    return [
+        {"alpha_ms": round(link.alpha_s * 1e3, 4), "ns_per_byte": round(link.beta_s_per_byte * 1e9, 4)}
+        for link in (profile.reduce_scatter, profile.all_gather, profile.all_reduce)
+    ]
 
 
 def _cluster(args: argparse.Namespace, emulation: Emulation) -> Cluster:
@@ -167,7 +177,40 @@ def _replayed(layers: Sequence[LayerProfile], world: World) -> Workload:
 
 
 def _real_lines(args: argparse.Namespace, model: str, methods: Sequence[Method]) -> list[dict[str, Any]]:
-    raise SystemExit("not yet")
+    batch = args.batch or NETWORKS[model].batch
+    timing = Timing(args.blocks, args.iterations, REAL_RATE_MB)
+    kwargs = {"model": model, "batch": batch, "methods": methods, "timing": timing}
+    if args.rate is None:
+        described = f"{args.hosts} ranks on this machine"
+        results: list[RankResult] = run_ranks(_real_rank, args.hosts, timeout_s=args.timeout_s, **kwargs)
+    else:
+        with Cluster(args.hosts, args.rate) as cluster:
+            described = cluster.describe()
+            results = cluster.run_ranks(_real_rank, timeout_s=args.timeout_s, **kwargs)
+    settings = {
+        "cluster": described,
+        "batch": batch,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "mb": round(results[0].profile.num_bytes / 1e6, 3),
+        "optimizer": f"SGD(lr={LEARNING_RATE:g})",
+        "blocks": args.blocks,
+        "iterations": args.iterations,
+        "rate_mb": REAL_RATE_MB,
+        "links": _links(results[0]),
+    }
+    base = {"model": model, "testbed": "real", "hosts": args.hosts, **line_header("compare", settings)}
+    return lines_of(base, methods, results, timing.rate_mb)
+
+
+def _real_rank(world: World, model: str, batch: int, methods: Sequence[Method], timing: Timing) -> RankResult:
+    make: Any = functools.partial(_real, model, batch)
+    return measure_methods(world, methods, timing, make, (torch.optim.SGD, {"lr": LEARNING_RATE}), 1.0)
+
+
+def _real(model: str, batch: int, world: World) -> Workload:
+    from .real import Real  # needs torchvision and transformers
+
+    return Real(world, model, batch)
 
 
 # ---------------------------------------------------------------------------------------------------------------- show

@@ -24,7 +24,16 @@ from bench.methods import NONE, Method, Setting, Trainee, try_build
 from dear import DistributedOptimizer
 from dearcore.profile import Link, Profile, fit_link
 
-__all__ = ["Measurement", "RankResult", "Timing", "Workload", "heap_bytes", "measure_methods", "measure_links", "with_progress"]
+__all__ = [
+    "Measurement",
+    "RankResult",
+    "Timing",
+    "Workload",
+    "heap_bytes",
+    "measure_methods",
+    "measure_links",
+    "with_progress",
+]
 
 MB = 1_000_000
 INTERFACE = "eth0"
@@ -34,9 +43,11 @@ LINK_SIZES = (4096, 65536, 1048576)  # bytes, from which latency and bandwidth o
 
 
 class Workload(Protocol):
-    """`scale` of `backward` multiplies the gradients: warm-up takes back with -1 what it did with 1."""
+    """What is trained. Factors of gradients, in turn: warm-up has to leave the weights as they were."""
 
     exact: bool  # weights of all methods have to be equal bit for bit
+    warmup_scales: Sequence[float]
+    scales: Sequence[float]
 
     def make(self) -> tuple[nn.Module, Sequence[nn.Module]]:
         """A model with the same weights each time, and its layers in forward order."""
@@ -51,7 +62,8 @@ class Workload(Protocol):
     def spans(self, on: bool) -> list[tuple[str, float, float]]:
         """Begins (ends) to note when layers computed: name, start, end."""
 
-    def profile(self, none: Measurement, links: Sequence[Link]) -> Profile: ...
+    def profile(self, trainee: Trainee, links: Sequence[Link]) -> Profile:
+        """How long layers take without communication."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,7 @@ class Measurement:
 class RankResult:
     measurements: list[Measurement]
     all_reduce_s: list[float]  # gloo's, of Timing.rate_mb
-    links: list[Link]
+    profile: Profile
 
 
 def measure_methods(
@@ -96,7 +108,7 @@ def measure_methods(
     """`methods` begin with `none`, whose times the planners of the others use."""
     assert methods[0] == Method(NONE)
     dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout)
-    dear.init(backend="gloo", timeout=world.timeout)
+    dear.init(backend="auto", timeout=world.timeout)
     try:
         all_reduce_s = _time_all_reduce(timing.rate_mb)
         links = _agreed(measure_links(world.size))
@@ -109,18 +121,15 @@ def measure_methods(
             if trainee is None:
                 continue
             trainees.append((trainee, measurement))
-            if method.kind == NONE:  # a few iterations for the planners
-                first = Measurement()
-                _iterate(trainee, workload, 3, first)
-                profile = _agreed(workload.profile(first, links))
+            if method.kind == NONE:
+                profile = _agreed(workload.profile(trainee, links))
                 setting = Setting(*optimizer, profile=profile, size_scale=size_scale)
-                trainee.iteration = 0
         _take_turns(trainees, workload, timing, world)
         _compare_weights(trainees, workload)
         for trainee, measurement in trainees:
             measurement.num_buckets = trainee.num_buckets
             trainee.close()
-        return RankResult(measurements, all_reduce_s, links)
+        return RankResult(measurements, all_reduce_s, profile)
     finally:
         dear.shutdown()
         dist.destroy_process_group()
@@ -129,6 +138,7 @@ def measure_methods(
 def _begin(method: Method, workload: Workload, setting: Setting, measurement: Measurement) -> Trainee | None:
     """Builds and warms up one method, and counts the memory that this takes."""
     gc.collect()
+    gc.freeze()  # collections are for what comes from here on
     before = heap_bytes()
     workload.settle_memory(in_own_memory=True)
     model, layers = workload.make()
@@ -137,7 +147,7 @@ def _begin(method: Method, workload: Workload, setting: Setting, measurement: Me
         measurement.absent = built
         return None
     for i in range(TUNING_ITERATIONS if method.variant == "auto" else WARMUP_ITERATIONS):
-        _train(built, workload, 1.0 - 2 * (i % 2))
+        _train(built, workload, workload.warmup_scales[i % len(workload.warmup_scales)])
     built.settle()
     built.iteration = 0
     gc.collect()
@@ -190,7 +200,7 @@ def _iterate(
         trainee.optimizer.zero_grad()
         result = workload.forward(trainee)
         forward_s = time.perf_counter()
-        workload.backward(result, 1.0 + trainee.iteration % 3)
+        workload.backward(result, workload.scales[trainee.iteration % len(workload.scales)])
         backward_s = time.perf_counter()
         trainee.optimizer.step()
         trainee.iteration += 1
@@ -287,8 +297,8 @@ def _sent_bytes() -> int | None:
 
 class _Mallinfo(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
     ]
 
 
@@ -314,4 +324,3 @@ def with_progress(items: Sequence[Any], what: str, shown: bool = True) -> Iterab
     except ImportError:
         return items
     return tqdm(items, desc=what, disable=None if shown else True, leave=False)  # type: ignore[no-any-return,unused-ignore]
-

@@ -12,7 +12,6 @@ from bench.methods import Trainee
 from bench.replay import DeviceClock, GradientSource, LayerProfile, ReplayNet
 from dearcore.profile import Link, Profile
 
-from .measure import Measurement
 from .testbeds import profile_of
 
 __all__ = ["SLACK_S", "Replayed"]
@@ -25,6 +24,8 @@ class Replayed:
     """Gradients are integers times the number of ranks and steps are powers of two, so that weights are exact."""
 
     exact = True
+    warmup_scales = (1.0, -1.0)  # the second takes back what the first did
+    scales = (1.0, 2.0, 3.0)
 
     def __init__(self, world: World, layers: Sequence[LayerProfile]) -> None:
         self._world, self._layers = world, layers
@@ -49,6 +50,5 @@ class Replayed:
         spans, self._clock.spans = self._clock.spans or [], [] if on else None
         return spans
 
-    def profile(self, none: Measurement, links: Sequence[Link]) -> Profile:
+    def profile(self, trainee: Trainee, links: Sequence[Link]) -> Profile:
         return profile_of(self._layers, self._world.size, links=links)
-

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from bench.methods import NONE, Method
 from bench.record import Record, Target
-from bench.replay import LayerProfile
-from dearcore.profile import Bounds, plan_bounds
+from dearcore.profile import Bounds, Profile, plan_bounds
 
 from .measure import Measurement, RankResult
-from .testbeds import profile_of
 
 __all__ = ["LINE_KEYS", "best_of", "line_header", "lines_of", "median_ms", "peers_of", "table_rows", "targets_of"]
 
@@ -42,7 +41,6 @@ def lines_of(
     base: Mapping[str, Any],
     methods: Sequence[Method],
     results: Sequence[RankResult],
-    layers: Sequence[LayerProfile],
     rate_mb: float,
 ) -> list[dict[str, Any]]:
     """One line for each method. `base`: model, testbed, hosts and what else they share."""
@@ -53,19 +51,29 @@ def lines_of(
     compute_s, forward_s, backward_s = (
         float(np.median(_mean_s(results, none, key))) for key in ("iteration_s", "forward_s", "backward_s")
     )
-    bounds = plan_bounds(profile_of(layers, num_ranks, forward_s, backward_s), s_per_byte)
+    profile = results[0].profile
+    bounds = plan_bounds(_with_times(profile, forward_s, backward_s), s_per_byte)
     shared = {
         **base,
         "compute_ms": _ms(compute_s),
         "forward_ms": _ms(forward_s),
         "backward_ms": _ms(backward_s),
-        "all_reduce_ms": _ms(s_per_byte * sum(layer.num_bytes for layer in layers)),
+        "all_reduce_ms": _ms(s_per_byte * profile.num_bytes),
         "bus_gbps": round(2 * (num_ranks - 1) / num_ranks / s_per_byte * 8 / 1e9, 4),
     }
     return [
         {"method": method.name, **shared, **_measured(method, i, results, compute_s, bounds)}
         for i, method in enumerate(methods)
     ]
+
+
+def _with_times(profile: Profile, forward_s: float, backward_s: float) -> Profile:
+    forward, backward = forward_s / profile.tf_s, backward_s / profile.tb_s
+    layers = (
+        replace(layer, forward_s=layer.forward_s * forward, backward_s=layer.backward_s * backward)
+        for layer in profile.layers
+    )
+    return replace(profile, layers=tuple(layers))
 
 
 def _measured(

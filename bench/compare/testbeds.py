@@ -7,8 +7,8 @@ What is kept is the ratio of communication (one all-reduce of everything) to com
     ib-64      64 GPUs on 100 Gbit/s InfiniBand, 0.39 ns per byte at 32 GPUs (HKBU-HPML/ddl-benchmarks), as a ring at 64
     balanced   an all-reduce of everything takes 4/3 of compute
 
-Example: ResNet-50 has 102.2 MB, so that an all-reduce on 10gbe-64 takes 174 ms beside 229 ms of compute: ratio 0.757. Four
-hosts with a tenth of the tensors need 1.5 x 10.2 MB / 174 ms = 88 MB/s, a link of 0.74 Gbit/s.
+Example: ResNet-50 has 102.2 MB, so that an all-reduce on 10gbe-64 takes 174 ms beside 229 ms of compute: ratio 0.757.
+Four hosts with a tenth of the tensors need 1.5 x 10.2 MB / 174 ms = 88 MB/s, a link of 0.74 Gbit/s.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Emulation:
         return sum(layer.num_bytes for layer in self.layers)
 
 
-def emulate(model: str, testbed: str, num_hosts: int, scale: float | None = None, speed: float | None = None) -> Emulation:
+def emulate(
+    model: str, testbed: str, num_hosts: int, scale: float | None = None, speed: float | None = None
+) -> Emulation:
     """`scale` and `speed`: None chooses them for this machine, which changes the ratio by nothing."""
     profile = load_profile(model)
     compute_s = NETWORKS[model].compute_s
@@ -85,23 +87,17 @@ def emulate(model: str, testbed: str, num_hosts: int, scale: float | None = None
 
 
 def profile_of(
-    layers: Sequence[LayerProfile],
-    num_ranks: int,
-    forward_s: float | None = None,
-    backward_s: float | None = None,
-    links: Sequence[Link] = (Link(0.0, 0.0),) * 3,
+    layers: Sequence[LayerProfile], num_ranks: int, links: Sequence[Link] = (Link(0.0, 0.0),) * 3
 ) -> Profile:
     """What ReplayNet(layers) does, as planners and bounds want it; links: reduce-scatter, all-gather, all-reduce.
 
     All parameters of a layer are needed before it computes, and all its gradients are ready when it has.
     """
-    forward = 1.0 if forward_s is None else forward_s / sum(layer.forward_s for layer in layers)
-    backward = 1.0 if backward_s is None else backward_s / sum(layer.backward_s for layer in layers)
     times = []
     for i, layer in enumerate(layers):
         last = len(layer.shapes) - 1
         for j, shape in enumerate(layer.shapes):
-            of_layer = (layer.forward_s * forward, layer.backward_s * backward) if j == last else (0.0, 0.0)
+            of_layer = (layer.forward_s, layer.backward_s) if j == last else (0.0, 0.0)
             times.append(LayerTime(f"layers.{i}.param{j}", shape, torch.float32, *of_layer))
     return Profile(tuple(times), num_ranks, *links)
 
