@@ -14,6 +14,9 @@ COMMANDS = {
     "cluster": "bench.cluster",
     "replay": "bench.replay",
     "compare": "bench.compare.cli",
+    "memory": "bench.memory",
+    "scaling": "bench.scaling",
+    "report": "bench.report.cli",
     "simulate": "bench.simulate.cli",
 }
 

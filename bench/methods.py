@@ -42,7 +42,7 @@ from dear import DistributedOptimizer
 from dear.context import moving_nothing
 from dearcore.communicator import NullCommunicator
 from dearcore.layout import Plan
-from dearcore.planners import PLANNERS, bytescheduler, dear_fill, horovod
+from dearcore.planners import NEEDS_TIMES, PLANNERS, bytescheduler, dear_fill, horovod
 from dearcore.planners import dear as plan_dear_from_profile
 from dearcore.profile import Profile
 from dearcore.schedule import Schedule
@@ -283,6 +283,9 @@ def _dear_half(method: Method, model: nn.Module, layers: Sequence[nn.Module], se
 
 def _schedule(method: Method, model: nn.Module, _: Sequence[nn.Module], setting: Setting) -> Trainee:
     """Every other schedule of dear; thresholds of its authors count as `size_scale` times as large."""
+    if method.kind not in NEEDS_TIMES:
+        optimizer = DistributedOptimizer(setting.optimizer(model), model, schedule=method.kind)
+        return Trainee(method, model, model, optimizer)
     profile, scale = setting.measured(), setting.size_scale
     if method.kind == "horovod":
         plan, schedule = horovod(profile, fusion_bytes=128 * MIB * scale)

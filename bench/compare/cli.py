@@ -33,7 +33,7 @@ from .replayed import Replayed
 from .rows import line_header, lines_of, table_rows, targets_of
 from .testbeds import TESTBEDS, Emulation, emulate
 
-__all__ = ["DEFAULT_METHODS", "SUMMARY", "add_arguments", "run"]
+__all__ = ["DEFAULT_METHODS", "SUMMARY", "add_arguments", "replayed_lines", "run"]
 
 SUMMARY = "every way to train, in one run: the paper's five models over emulated hosts, or for real"
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     for model in models:
         start_s = time.monotonic()
-        measure = _real_lines if args.real else _replayed_lines
+        measure = _real_lines if args.real else replayed_lines
         lines = measure(args, model, methods)
         _show(console, lines, time.monotonic() - start_s)
         if args.json:
@@ -115,7 +115,8 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], list[Method]]:
 # ------------------------------------------------------------------------------------------------------------- measure
 
 
-def _replayed_lines(args: argparse.Namespace, model: str, methods: Sequence[Method]) -> list[dict[str, Any]]:
+def replayed_lines(args: argparse.Namespace, model: str, methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """One line a method. `args`: those of `add_arguments`."""
     emulation = emulate(model, args.testbed, args.hosts, args.scale, args.speed)
     timing = Timing(args.blocks, args.iterations, RATE_MB_PER_GBPS * emulation.link_gbps)
     with _cluster(args, emulation) as cluster:
