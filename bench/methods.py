@@ -16,6 +16,7 @@
 | `dear` | DistributedOptimizer, its default buckets |
 | `dear:5`, `dear:unfused`, `dear:auto` | the same with fusion=5 MiB, None, "auto" |
 | `dear:merge` | buckets chosen from measured times |
+| `dear-fill:5`, `dear-fill:merge`, `dear-fill:auto` | likewise |
 | `dear-rs`, `dear-ag` | DeAR's breakdowns: only reduce-scatters, only all-gathers (wrong weights) |
 
 A new method is one more entry of `BUILDERS`. What cannot be built here is told by whoever builds it: see `try_build`.
@@ -283,8 +284,9 @@ def _dear_half(method: Method, model: nn.Module, layers: Sequence[nn.Module], se
 
 def _schedule(method: Method, model: nn.Module, _: Sequence[nn.Module], setting: Setting) -> Trainee:
     """Every other schedule of dear; thresholds of its authors count as `size_scale` times as large."""
-    if method.kind not in NEEDS_TIMES:
-        optimizer = DistributedOptimizer(setting.optimizer(model), model, schedule=method.kind)
+    if method.kind not in NEEDS_TIMES or method.variant == "auto":
+        fusion = {"fusion": method.variant} if method.variant else {}
+        optimizer = DistributedOptimizer(setting.optimizer(model), model, schedule=method.kind, **fusion)
         return Trainee(method, model, model, optimizer)
     profile, scale = setting.measured(), setting.size_scale
     if method.kind == "horovod":
@@ -294,8 +296,7 @@ def _schedule(method: Method, model: nn.Module, _: Sequence[nn.Module], setting:
         plan, schedule = bytescheduler(profile, **parts)
     elif method.kind == "dear-fill":
         mib = DDP_BUCKET_MIB if method.mib is None else method.mib
-        fusion = "merge" if method.variant == "merge" else mib * scale
-        plan, schedule = dear_fill(profile, fusion=fusion)
+        plan, schedule = dear_fill(profile, fusion=method.variant or mib * scale)
     else:
         plan, schedule = PLANNERS[method.kind](profile)
     return _planned(method, model, setting, plan, schedule)
@@ -324,7 +325,7 @@ BUILDERS: Mapping[str, Builder] = {
     "dear-ag": _dear_half,
 }
 _WITH_MIB = ("ddp", "ddp-view", "fsdp2", "zero", "dear", "dear-none", "dear-fill", "dear-rs", "dear-ag")
-_VARIANTS = {"dear": ("auto", "merge"), "dear-fill": ("merge",)}
+_VARIANTS = {"dear": ("auto", "merge"), "dear-fill": ("auto", "merge")}
 
 
 def parse_methods(text: str) -> list[Method]:

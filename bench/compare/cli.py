@@ -43,8 +43,8 @@ RATE_MB_PER_GBPS = 160.0  # DESIGN's 160 MB on a link of 1 Gbit/s; shrinks with 
 REAL_RATE_MB = 160.0
 INNER_RATE_FACTOR = 8  # of links inside a node
 DEFAULT_METHODS = (
-    "ddp,ddp:5,ddp:10,ddp:50,ddp:100,fsdp2:25,zero,horovod-package,wfbp,horovod,mg-wfbp,bytescheduler,"
-    "dear:unfused,dear:2.5,dear:5,dear:10,dear,dear:merge,dear:auto,dear-fill,dear-fill:merge,dear-rs,dear-ag,dear-none"
+    "ddp,ddp:5,ddp:10,ddp:50,fsdp2:25,zero,horovod-package,wfbp,horovod,mg-wfbp,bytescheduler,"
+    "dear:unfused,dear:5,dear:10,dear,dear:merge,dear:auto,dear-fill,dear-fill:merge,dear-rs,dear-ag"
 )
 
 

@@ -37,8 +37,8 @@ __all__ = [
 
 MB = 1_000_000
 INTERFACE = "eth0"
-# Iterations before the first that counts: DDP and dear settle their buckets in them, and a tuner tries its plans.
-WARMUP_ITERATIONS, TUNING_ITERATIONS = 2, 60
+WARMUP_ITERATIONS = 2  # before the first that counts: DDP and dear settle their buckets in them
+MAX_TUNING_ITERATIONS = 200  # that fusion="auto" may take in their place
 LINK_SIZES = (4096, 65536, 1048576)  # bytes, from which latency and bandwidth of a collective are fitted
 
 
@@ -146,8 +146,7 @@ def _begin(method: Method, workload: Workload, setting: Setting, measurement: Me
     if isinstance(built, str):
         measurement.absent = built
         return None
-    for i in range(TUNING_ITERATIONS if method.variant == "auto" else WARMUP_ITERATIONS):
-        _train(built, workload, workload.warmup_scales[i % len(workload.warmup_scales)])
+    _warm_up(built, workload)
     built.settle()
     built.iteration = 0
     gc.collect()
@@ -156,6 +155,24 @@ def _begin(method: Method, workload: Workload, setting: Setting, measurement: Me
     if isinstance(built.optimizer, DistributedOptimizer):
         measurement.note = f"{built.optimizer.schedule.name}, {built.optimizer.plan.fusion}"
     return built
+
+
+def _warm_up(trainee: Trainee, workload: Workload) -> None:
+    num_done, cycle = 0, len(workload.warmup_scales)
+    while (
+        num_done < WARMUP_ITERATIONS or num_done % cycle or (_is_tuning(trainee) and num_done < MAX_TUNING_ITERATIONS)
+    ):
+        _train(trainee, workload, workload.warmup_scales[num_done % cycle])
+        num_done += 1
+
+
+def _is_tuning(trainee: Trainee) -> bool:
+    optimizer = trainee.optimizer
+    return (
+        trainee.method.variant == "auto"
+        and isinstance(optimizer, DistributedOptimizer)
+        and optimizer.stats().tuning is None
+    )
 
 
 def _train(trainee: Trainee, workload: Workload, scale: float) -> None:
