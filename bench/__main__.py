@@ -13,6 +13,10 @@ COMMANDS = {
     "overhead": "bench.overhead",
     "cluster": "bench.cluster",
     "replay": "bench.replay",
+    "compare": "bench.compare.cli",
+    "memory": "bench.memory",
+    "scaling": "bench.scaling",
+    "report": "bench.report.cli",
     "simulate": "bench.simulate.cli",
     "gpu": "bench.gpu.cli",
 }

@@ -54,8 +54,10 @@ __all__ = [
 
 SUMMARY = "run a command on every host of an emulated cluster"
 
-# A short queue (20 ms) halves TCP's throughput.
-SHAPE = "tbf rate {rate} burst 256kb latency 400ms"
+# A short queue (20 ms) halves TCP's throughput. The burst is 2 ms of the rate: more would let small messages pass at
+# once on a slow link.
+SHAPE = "tbf rate {rate} burst {burst_kb}kb latency 400ms"
+BURST_KB_PER_GBIT, MIN_BURST_KB, MAX_BURST_KB = 256, 16, 256
 INTERFACE = "eth0"  # of every host, in its own namespace
 PORT = 29500  # nobody else is there
 NAMESPACES = Path("/run/netns")
@@ -147,7 +149,7 @@ class Cluster:
         if self.hosts_per_node is not None:
             num_nodes = self.num_hosts // self.hosts_per_node
             text += f" inside {num_nodes} nodes of {self.hosts_per_node}, {self.uplink_rate} between nodes"
-        return f"{text} ({SHAPE.format(rate=self.rate)})"
+        return f"{text} ({_shape(self.rate)})"
 
     def __enter__(self) -> Self:
         remove_leftovers()
@@ -260,7 +262,7 @@ class Cluster:
             address = f"address add {self.address(host)}/24 dev {INTERFACE}"
             lines = ["link set lo up", f"link set {INTERFACE} addrgenmode none up", address]
             _call("ip", "-n", name, "-batch", "-", lines=lines)
-            _call("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *SHAPE.format(rate=self.rate).split())
+            _call("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *_shape(self.rate).split())
 
     def _close(self) -> None:
         """Removes the namespaces. A process that was forked from the owner leaves them alone."""
@@ -303,7 +305,14 @@ class _Links:
 
     def _plug(self, bridge: str, port: str, rate: str) -> None:
         self.ip.append(f"link set {port} master {bridge} addrgenmode none up")
-        self.tc.append(f"qdisc add dev {port} root {SHAPE.format(rate=rate)}")
+        self.tc.append(f"qdisc add dev {port} root {_shape(rate)}")
+
+
+def _shape(rate: str) -> str:
+    number = rate.rstrip("kmgtbi")
+    gbit = float(number) * {"": 1e-9, "k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}[rate[len(number) :].removesuffix("bit")]
+    burst_kb = min(MAX_BURST_KB, max(MIN_BURST_KB, round(BURST_KB_PER_GBIT * gbit)))
+    return SHAPE.format(rate=rate, burst_kb=burst_kb)
 
 
 def why_not() -> str | None:
@@ -323,7 +332,7 @@ def _try_shaping() -> str | None:
     probe = f"{_owner_prefix()}-{next(_numbers)}-probe"
     try:
         _call("ip", "netns", "add", probe)
-        _call("tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", *SHAPE.format(rate="1gbit").split())
+        _call("tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", *_shape("1gbit").split())
     except ClusterError as error:
         if "qdisc" in str(error):
             return f"this kernel cannot shape links with tbf (CONFIG_NET_SCH_TBF): {error}"

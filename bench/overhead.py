@@ -27,7 +27,7 @@ from .launch import World, run_ranks
 from .record import Record, Target, append_json, percentiles, print_record
 from .workload import LayerNet, ParamShape, gradient_sources, load_shapes, scaled
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["DDP", "DEAR", "LOCAL", "SUMMARY", "Method", "Trainee", "add_arguments", "build_trainee", "run"]
 
 SUMMARY = "host cost of an iteration against DistributedDataParallel"
 
@@ -77,6 +77,7 @@ class Trainee:
     iteration: int = 0
     block_s: list[float] = field(default_factory=list)
     block_thread_s: list[float] = field(default_factory=list)
+    block_process_s: list[float] = field(default_factory=list)  # CPU time of all threads, what settling takes included
 
     def iterate(self) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -96,13 +97,14 @@ class Trainee:
         self.iterate()  # brings this model back into the caches
         self.settle()
         dist.barrier()
-        start_s, thread_start_s = time.perf_counter(), time.thread_time()
+        start_s, thread_start_s, process_start_s = time.perf_counter(), time.thread_time(), time.process_time()
         for _ in range(num_iterations):
             self.iterate()
         thread_s = time.thread_time() - thread_start_s
         self.settle()
         self.block_s.append((time.perf_counter() - start_s) / num_iterations)
         self.block_thread_s.append(thread_s / num_iterations)
+        self.block_process_s.append((time.process_time() - process_start_s) / num_iterations)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +196,7 @@ def _rank(world: World, experiments: Sequence[Experiment]) -> list[dict[str, Any
 def _run_experiment(world: World, experiment: Experiment) -> dict[str, Any]:
     shapes = scaled(load_shapes(NETWORK), experiment.scale)[-(experiment.num_tensors or 0) :]
     sources = gradient_sources(shapes, world.rank, world.size)
-    trainees = [_build(method, shapes, sources) for method in experiment.methods]
+    trainees = [build_trainee(method, shapes, sources) for method in experiment.methods]
     for trainee in trainees:
         for _ in range(3):  # DDP and dear settle their buckets in the first
             trainee.iterate()
@@ -219,7 +221,8 @@ def _run_experiment(world: World, experiment: Experiment) -> dict[str, Any]:
     return result
 
 
-def _build(method: Method, shapes: Sequence[ParamShape], sources: Sequence[torch.Tensor]) -> Trainee:
+def build_trainee(method: Method, shapes: Sequence[ParamShape], sources: Sequence[torch.Tensor]) -> Trainee:
+    """Wraps a LayerNet of `shapes`. Collective."""
     if method.num_tensors is not None:
         shapes, sources = shapes[-method.num_tensors :], sources[-method.num_tensors :]
     model = LayerNet(shapes, sources)

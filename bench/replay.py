@@ -43,6 +43,7 @@ LEARNING_RATE = 2.0**-10
 RATE_MB = 160
 BEST_DDP = "best ddp"
 MB = 1_000_000
+STALLED_S = 2e-4  # touching parameters that are there takes a tenth of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,25 @@ def bound_s(
 
 
 class DeviceClock:
-    """The device of one process, as far as time goes: layers occupy it one after the other."""
+    """The device of one process, as far as time goes: layers occupy it one after the other.
 
-    def __init__(self) -> None:
+    slack_s: a host that is late by less does not let the device idle, as one that runs ahead of its accelerator would
+    not. Waiting for a parameter (`stalled`) and whatever takes longer always does.
+    """
+
+    def __init__(self, slack_s: float = 0.0) -> None:
+        self._slack_s = slack_s
         self._end_s = 0.0
+        self.spans: list[tuple[str, float, float]] | None = None  # name, start, end of each layer, while somebody asks
 
-    def start(self, duration_s: float) -> None:
-        self._end_s = max(time.monotonic(), self._end_s) + duration_s
+    def start(self, name: str, duration_s: float, stalled: bool = False) -> None:
+        now_s = time.monotonic()
+        start_s = self._end_s
+        if stalled or now_s - start_s > self._slack_s:
+            start_s = max(now_s, start_s)
+        self._end_s = start_s + duration_s
+        if self.spans is not None:
+            self.spans.append((name, start_s, self._end_s))
 
     def wait(self) -> None:
         """Sleeps until what was started has ended; holds neither the interpreter lock nor a core."""
@@ -136,12 +149,16 @@ class GradientSource:
         generator = torch.Generator().manual_seed(seed)
         self._values = [torch.randint(-8, 9, s, generator=generator).float().mul_(num_ranks) for s in layer.shapes]
         self._buffers = [torch.zeros_like(values) for values in self._values]
+        self.in_own_memory = True
 
     def write(self, factor: torch.Tensor) -> list[torch.Tensor]:
         """Gradients in memory of our own, new tensors each time, so that autograd takes them as they are.
 
-        They are good until the next backward: gradients of several passes cannot be added up.
+        They are good until the next backward: gradients of several passes cannot be added up. Unless `in_own_memory`,
+        each has memory of its own, as autograd's have.
         """
+        if not self.in_own_memory:
+            return [values * factor for values in self._values]
         return [
             torch.mul(values, factor, out=buffer).view_as(buffer)
             for values, buffer in zip(self._values, self._buffers, strict=True)
@@ -185,16 +202,18 @@ class _TimedOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: _Layer, *params: torch.Tensor) -> torch.Tensor:
         ctx.layer = layer
+        start_s = time.monotonic()
         for param in params:  # a layer computes when its parameters are there
             x = x + torch.as_strided(param, (), ())
-        layer.clock.start(layer.profile.forward_s)
+        stalled = time.monotonic() - start_s > STALLED_S
+        layer.clock.start("forward", layer.profile.forward_s, stalled)
         layer.clock.wait()
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         layer = ctx.layer
-        layer.clock.start(layer.profile.backward_s)
+        layer.clock.start("backward", layer.profile.backward_s)
         grads = layer.source.write(grad)
         layer.clock.wait()
         return (grad, None, *grads)

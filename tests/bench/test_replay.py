@@ -86,7 +86,7 @@ def test_clock_adds_up_durations() -> None:
     clock = DeviceClock()
     start_s = time.monotonic()
     for _ in range(5):
-        clock.start(0.002)
+        clock.start("forward", 0.002)
         clock.wait()
     assert time.monotonic() - start_s >= 0.01
 
@@ -95,7 +95,7 @@ def test_names_of_methods() -> None:
     assert parse_methods("dear") == [Method("none"), Method("dear")]
     assert [m.name for m in parse_methods("none,ddp-best")] == ["none", *(f"ddp:{mib:g}" for mib in DDP_SWEEP_MIB)]
     assert [m.name for m in parse_methods("dear:0.5,dear:unfused")] == ["none", "dear:0.5", "dear:unfused"]
-    for bad in ("adam", "ddp:0", "ddp:x", "none:3", "fsdp2:4", ""):
+    for bad in ("adam", "ddp:0", "ddp:x", "none:3", "horovod:4", "dear:best", ""):
         with pytest.raises(ValueError, match="is not known"):
             parse_methods(bad)
     assert replay.SUMMARY
