@@ -13,6 +13,7 @@ COMMANDS = {
     "overhead": "bench.overhead",
     "cluster": "bench.cluster",
     "replay": "bench.replay",
+    "tune": "bench.tune",
     "simulate": "bench.simulate.cli",
 }
 
