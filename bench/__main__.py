@@ -17,6 +17,7 @@ COMMANDS = {
     "memory": "bench.memory",
     "scaling": "bench.scaling",
     "report": "bench.report.cli",
+    "tune": "bench.tune",
     "simulate": "bench.simulate.cli",
     "gpu": "bench.gpu.cli",
 }

@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dear import DistributedOptimizer
 from dear.context import moving_nothing
+from dear.planning import sized_mib
 from dearcore.communicator import NullCommunicator
 from dearcore.layout import Plan
 from dearcore.planners import NEEDS_TIMES, PLANNERS, bytescheduler, dear_fill, horovod
@@ -263,9 +264,11 @@ def _dear(method: Method, model: nn.Module, _: Sequence[nn.Module], setting: Set
         return _planned(method, model, setting, plan, schedule)
     if method.variant:
         fusion["fusion"] = method.variant
-    elif method.mib is not None or setting.size_scale != 1.0:
-        mib = DDP_BUCKET_MIB if method.mib is None else method.mib
-        fusion["fusion"] = mib * setting.size_scale or None
+    elif method.mib is not None:
+        fusion["fusion"] = method.mib * setting.size_scale or None
+    elif setting.size_scale != 1.0:  # the default of a model of the full size
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) / setting.size_scale
+        fusion["fusion"] = sized_mib(num_bytes) * setting.size_scale
     with moving_nothing() if method.kind == "dear-none" else contextlib.nullcontext():
         optimizer = DistributedOptimizer(setting.optimizer(model), model, **fusion)
     return Trainee(method, model, model, optimizer)

@@ -216,7 +216,7 @@ class _Search:
         assert self._tuner is not None
         best = self._tuner.best()
         assert isinstance(best.key, int)
-        return self._plans[best.key], best.median_s
+        return self._plans[best.key], best.best_s
 
     def _number_of(self, planned: Planned) -> int:
         """Plans that differ in nothing but what made them are one."""

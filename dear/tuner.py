@@ -56,13 +56,12 @@ class Candidate:
 
     key: Hashable
     point: Point | None
-    num_trials: int = 0
-    times_s: list[float] = field(default_factory=list)  # of all iterations of its trials
+    medians_s: list[float] = field(default_factory=list)  # of each trial: a slow iteration does not move them
 
     @property
-    def median_s(self) -> float:
-        """What a slow iteration now and then does not move."""
-        return statistics.median(self.times_s)
+    def best_s(self) -> float:
+        """Of its best trial: what disturbs a machine for a while makes trials slower, never faster."""
+        return min(self.medians_s)
 
 
 class Tuner:
@@ -109,9 +108,8 @@ class Tuner:
         """Hears of a trial's iterations. `key` tells plans apart."""
         self.num_trials += 1
         candidate = self.candidates.setdefault(key, Candidate(key, point))
-        candidate.num_trials += 1
-        candidate.times_s += times_s
-        self._register(point or candidate.point, statistics.median(times_s))
+        candidate.medians_s.append(statistics.median(times_s))
+        self._register(point or candidate.point, candidate.medians_s[-1])
 
     def knows(self, point: Point, key: Hashable) -> bool:
         """True if the plan of a proposed point was tried: it need not be again, and the search hears what it took."""
@@ -120,11 +118,11 @@ class Tuner:
             self._num_repeats = 0
             return False
         self._num_repeats += 1
-        self._register(point, known.median_s)
+        self._register(point, known.best_s)
         return True
 
     def best(self) -> Candidate:
-        return min(self.candidates.values(), key=lambda candidate: candidate.median_s)
+        return min(self.candidates.values(), key=lambda candidate: candidate.best_s)
 
     @property
     def _is_point(self) -> bool:
@@ -153,12 +151,12 @@ class Tuner:
     def _to_confirm(self) -> Candidate | None:
         """The least often tried of those that are close to the best; None if nothing is close."""
         self._num_confirmed += 1
-        best_s = self.best().median_s
-        close = [c for c in self.candidates.values() if c.median_s <= best_s * CLOSE]
+        best_s = self.best().best_s
+        close = [c for c in self.candidates.values() if c.best_s <= best_s * CLOSE]
         if len(close) == 1 or self._num_confirmed > NUM_CONFIRMED:
             return None
-        close = sorted(close, key=lambda candidate: candidate.median_s)[:3]
-        return min(close, key=lambda candidate: candidate.num_trials)
+        close = sorted(close, key=lambda candidate: candidate.best_s)[:3]
+        return min(close, key=lambda candidate: len(candidate.medians_s))
 
 
 def is_installed() -> bool:
