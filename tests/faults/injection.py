@@ -52,7 +52,7 @@ class Injection:
 
 def injection_of(seed: int) -> Injection:
     choose = random.Random(seed)
-    kind = KINDS[seed % len(KINDS)]
+    kind = choose.choices(KINDS, (9, 4, 7))[0]  # a stall takes the longest
     size = choose.choice((2, 3, 3))
     moments = MOMENTS if kind != "raise" else MOMENTS[:5]  # exceptions come from the user's code
     return Injection(
@@ -158,6 +158,8 @@ class _Trigger:
                 os._exit(0)
 
     def at(self, moment: str) -> None:
+        if self._mine and self._injection.moment == "any time" and self._step == NUM_STEPS - 1:
+            time.sleep(0.2)  # the signal comes before the end
         if not self._mine or self._step != self._injection.step or moment != self._injection.moment:
             return
         first = f"{moment} {self._step}"

@@ -15,7 +15,7 @@ from tests.faults.injection import NUM_STEPS, Injection, Witness, injection_of, 
 from tests.support.ranks import Outcome, RankPool
 from tests.support.reference import IntegerModel, integer_batches, optimizer_of, reference_steps, weighted_sum_loss
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 MARGIN_S = 5.0
 QUICK, SOAK = range(15), range(15, 135)
 
