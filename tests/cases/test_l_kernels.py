@@ -6,6 +6,7 @@ in one process of its own, because TRITON_INTERPRET must be set before they are 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -26,7 +27,8 @@ MANY = 2**31 + 4096  # elements
 
 INTERPRETED = """
 import json, torch
-from dear_kernels import Segment, SegmentTable, SGDHyper, StepSegment, StepTable, AdamHyper, adam, norm, pack, sgd, unpack
+from dear_kernels import AdamHyper, Segment, SegmentTable, SGDHyper, StepSegment, StepTable
+from dear_kernels import adam, norm, pack, sgd, unpack
 results = {}
 
 offset = 2**31 + 5
@@ -107,15 +109,15 @@ def test_case_091_the_tail_in_the_interpreter(interpreted: dict[str, list[object
 
 @pytest.mark.parametrize("fusion", [None, 25.0, 1e6, NearbyLayers(2)], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_case_091_offsets_of_plans_with_fake_sizes(fusion: float | None | NearbyLayers, num_ranks: int) -> None:
+def test_case_091_offsets_of_plans_with_fake_sizes(fusion: float | NearbyLayers | None, num_ranks: int) -> None:
     """Shapes only: a tensor of 2^31 + 4096 elements between small ones, and one larger than 2^32."""
     shapes = [(5,), (MANY,), (3, 7), (2**16 + 1, 2**16), (1,)]
     specs = [ParamSpec(i, f"p{i}", shape, torch.bfloat16) for i, shape in enumerate(shapes)]
     plan = make_plan(fusion, specs, num_ranks)
-    covered = {i: 0 for i in range(len(specs))}
+    covered = dict.fromkeys(range(len(specs)), 0)
     for bucket in plan.buckets:
         spans = sorted((slot.offset, slot.numel, slot.param) for slot in bucket.slots)
-        for (start, numel, _), (after, _, _) in zip(spans, spans[1:], strict=False):
+        for (start, numel, _), (after, _, _) in itertools.pairwise(spans):
             assert start + numel <= after
         assert spans[-1][0] + spans[-1][1] <= bucket.padded_numel
         segments = bucket.segments()
@@ -174,7 +176,7 @@ def test_case_093_triton_7260_too_large_a_grid(interpreted: dict[str, list[objec
 
 
 def test_case_093_grids_stay_below_the_hardwares_limit() -> None:
-    """The largest grid of any launch, from the sources: 2^31 - 1 is CUDA's limit for the first dimension, 65535 others."""
+    """The largest grid of any launch, from the sources; CUDA takes 2^31 - 1 in the first dimension, 65535 in others."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     assert triton
     from dear_kernels import adam, norm, pack, sgd, unpack
