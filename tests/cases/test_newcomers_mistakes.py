@@ -195,7 +195,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     added_a_parameter_group: "Call close(), add the group to the torch optimizer, and wrap again",
     loaded_with_assign_after_wrapping: "load_state_dict(assign=True).*close(), and wrap again",
     moved_the_model_after_wrapping: "Convert the model first, then wrap it",
-    loaded_the_models_file_into_the_optimizer: "expects a dict with 'state' and 'param_groups', as state_dict() returns",
+    loaded_the_models_file_into_the_optimizer: "expects a dict with 'state' and 'param_groups'",
     pickled_the_optimizer: "Save its state_dict()",
     used_it_after_close: "was closed. Wrap the torch optimizer again",
     averaged_whole_numbers: "Use dear.Sum, or cast to float",
@@ -254,11 +254,11 @@ def test_forgetting_zero_grad_accumulates_as_in_torch(alone: None) -> None:
     torch.testing.assert_close(model.bias.detach(), before - 0.1 * (2 + 4))
 
 
-# ------------------------------------------------------------------------------------ mistakes of one rank among several
+# ------------------------------------------------------------------------------------ one rank among several
 
 
 def saves_on_rank_0_only(folder: str) -> None:
-    model, optimizer = trained()
+    _, optimizer = trained()
     if dear.rank() == 0:
         torch.save(optimizer.state_dict(), Path(folder) / "optimizer.pt")
     optimizer.step()
@@ -275,6 +275,25 @@ def test_a_collective_method_on_rank_0_only(pool: RankPool, tmp_path: Path) -> N
         saves_on_rank_0_only, str(tmp_path), size=2, group_timeout_s=1.5, expect_errors=True, timeout_s=30
     )
     assert_raised(outcomes, "CommunicatorError", "Every rank calls the collective methods .* alike", ranks=[0])
+
+
+def wraps_it_in_ddp_too() -> None:
+    model = nn.parallel.DistributedDataParallel(Net())
+    wrapped(model)
+
+
+def wraps_a_sharded_model() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    wrapped(distribute_module(Net(), init_device_mesh("cpu", (dear.size(),))))
+
+
+def test_models_that_others_have_distributed_already(pool: RankPool) -> None:
+    outcomes = pool.run(wraps_it_in_ddp_too, size=2, ddp=True, expect_errors=True)
+    assert_raised(outcomes, "ArgumentError", r"wrapped in DistributedDataParallel.*`model\.module`")
+    outcomes = pool.run(wraps_a_sharded_model, size=2, ddp=True, expect_errors=True)
+    assert_raised(outcomes, "ArgumentError", r"'0\.weight' is a DTensor; expected a plain nn\.Parameter")
 
 
 def test_ranks_with_different_options(pool: RankPool) -> None:
