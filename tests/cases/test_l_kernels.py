@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ import dear
 from dear.planning import make_plan
 from dear_kernels import Segment, SegmentTable, SGDHyper, StepSegment, StepTable, norm_stats, pack_, sgd_step_, unpack_
 from dearcore.layout import NearbyLayers, ParamSpec
+from dearcore.streams import Streams
+from dearcore.trace import Trace
 
 REPO = Path(__file__).resolve().parents[2]
 MANY = 2**31 + 4096  # elements
@@ -191,6 +195,39 @@ def test_case_093_steps_of_many_segments_on_the_twin() -> None:
     assert torch.equal(param, -grad)
 
 
-def test_case_094_nccl_549_buffers_and_abort() -> None:
-    """Also pytorch/pytorch PR#18465."""
-    pytest.skip("case 94 needs a CUDA device and NCCL: abort with a time limit, buffers recorded on the stream")
+def test_case_094_nccl_549_a_stuck_collective_is_given_up_in_time() -> None:
+    """Here on CPU streams; NCCL's own abort, with a fake library: tests/dearcore/test_nccl.py."""
+    streams = Streams(torch.device("cpu"), Trace())
+    release, passed = threading.Event(), streams.new_event()
+    streams.communication.run("stuck", lambda: release.wait(60) and None)
+    streams.communication.record(passed)
+    start_s = time.monotonic()
+    streams.hurry(0.2)
+    with pytest.raises(dear.CommunicatorError, match="ending after an error"):
+        passed.wait_host()
+    streams.close()
+    assert time.monotonic() - start_s < 20
+    release.set()
+
+
+def test_case_094_pytorch_18465_gradients_outlive_their_reads() -> None:
+    """What is still to be packed is not handed out again, whatever is allocated meanwhile."""
+    dear.init(backend="local")
+    try:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(4096)) for _ in range(4)])
+        optimizer = dear.DistributedOptimizer(optim.SGD(model.parameters(), lr=1.0), model, fusion=None)
+        for step in range(3):
+            release = threading.Event()
+            optimizer._engine.streams.pack.run("hold", lambda release=release: release.wait(60) and None)
+            sum((p * (step + 1.0)).sum() for p in model).backward()
+            garbage = [torch.full((4096,), 1e6) for _ in range(64)]
+            timer = threading.Timer(0.05, release.set)
+            timer.start()
+            optimizer.step()
+            optimizer.zero_grad()
+            timer.join()
+            del garbage
+        for p in model:
+            assert p.tolist() == [-6.0] * 4096
+    finally:
+        dear.shutdown()
