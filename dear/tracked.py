@@ -75,7 +75,7 @@ def track(optimizer: optim.Optimizer, model: nn.Module, unscale: Unscale) -> lis
     names = {}
     for name, param in model.named_parameters():
         names[param] = name
-    _check_model(names)
+    _check_model(model, names)
     groups: dict[nn.Parameter, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
@@ -115,12 +115,23 @@ def track(optimizer: optim.Optimizer, model: nn.Module, unscale: Unscale) -> lis
     return tracked
 
 
-def _check_model(names: dict[nn.Parameter, str]) -> None:
+def _check_model(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ArgumentError(
+                f"{f'module {path!r}' if path else 'the model'} is wrapped in DistributedDataParallel, which averages "
+                "gradients as well. Pass the module inside (`model.module`), and train that."
+            )
     for param, name in names.items():
         if is_lazy(param):
             raise ArgumentError(
                 f"parameter '{name}' has no shape yet (a lazy module). Run one forward before building "
                 "DistributedOptimizer: `with torch.no_grad(): model(example)`."
+            )
+        if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise ArgumentError(
+                f"parameter '{name}' is a {type(param).__name__}; expected a plain nn.Parameter that each rank holds "
+                "whole. Wrap a model that is neither sharded (FSDP, DTensor) nor quantised."
             )
 
 

@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,25 +37,25 @@ LR = 0.1
 Loss = Callable[[nn.Module, int], Tensor | None]  # (model, rank) -> loss, or None: this rank has no backward
 MakeOptimizer = Callable[[nn.Module], optim.Optimizer]
 
-_THIN = [(size, (None, 25.0), torch.float32) for size in (2, 3)]
-_FULL = [
-    (size, (None, 3e-5, dear.NearbyLayers(2), 25.0), dtype)  # 3e-5 MiB: a few elements
-    for size in (1, 2, 3, 4)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16)
-]
+Setting = tuple[Any, torch.dtype]  # fusion and dtype
+_FP32 = (torch.float32,)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_FUSIONS = (None, 3e-5, dear.NearbyLayers(2), 25.0)  # 3e-5 MiB: a few elements
 
 
-def on_ranks(size: int, dtypes: Sequence[torch.dtype] = (), **run_options: Any) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(
+    size: int, dtypes: Sequence[torch.dtype] = _DTYPES, **run_options: Any
+) -> Callable[[Callable[..., None]], Any]:
     """Makes a test of a body that runs on `size` ranks. `dtypes` of the full cross, if not all."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         params = list(inspect.signature(body).parameters.values())
         crossed = any(param.name == "fusion" for param in params)
 
-        def test(pool: RankPool, layout: tuple[int, Any, torch.dtype] = (size, (), torch.float32), **kw: Any) -> None:
-            num_ranks, fusions, dtype = layout
-            options = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 30, **run_options}
-            pool.run(run_body, body.__module__, body.__name__, kw, fusions, dtype, size=num_ranks, **options)
+        def test(pool: RankPool, layout: tuple[int, Sequence[Setting]] = (size, ()), **kw: Any) -> None:
+            num_ranks, settings = layout
+            options = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 30 * max(1, len(settings) // 2), **run_options}
+            pool.run(run_body, body.__module__, body.__name__, kw, settings, size=num_ranks, **options)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         names = ["pool", "layout"] if crossed else ["pool"]
@@ -65,32 +66,31 @@ def on_ranks(size: int, dtypes: Sequence[torch.dtype] = (), **run_options: Any) 
         test.body = body  # type: ignore[attr-defined]
         test.pytestmark = getattr(body, "pytestmark", [])  # type: ignore[attr-defined]
         if crossed:
-            full = [cell for cell in _FULL if not dtypes or cell[2] in dtypes]
-            cells = [pytest.param(cell, id=f"{cell[0]}_ranks") for cell in _THIN]
-            cells += [pytest.param(cell, id=_name(cell), marks=pytest.mark.soak) for cell in full]
+            thin, full = (list(itertools.product(f, d)) for f, d in (((None, 25.0), _FP32), (_FUSIONS, dtypes)))
+            cells = [pytest.param((num_ranks, thin), id=f"{num_ranks}_ranks") for num_ranks in (2, 3)]
+            cells += [
+                pytest.param((num_ranks, full), id=f"{num_ranks}_ranks_full_cross", marks=pytest.mark.soak)
+                for num_ranks in (1, 2, 3, 4)
+            ]
             return pytest.mark.parametrize("layout", cells)(test)
         return test
 
     return decorate
 
 
-def run_body(module: str, name: str, kwargs: dict[str, Any], fusions: tuple[Any, ...], dtype: torch.dtype) -> None:
-    """On a rank: what `on_ranks` was given, once for each of `fusions` where it takes one."""
-    torch.set_default_dtype(dtype)
+def run_body(module: str, name: str, kwargs: dict[str, Any], settings: Sequence[Setting]) -> None:
+    """On a rank: what `on_ranks` was given, once for each setting where it takes a `fusion`."""
     body = getattr(importlib.import_module(module), name).body
-    if not fusions:
+    if not settings:
         body(**kwargs)
-    for fusion in fusions:
+    for fusion, dtype in settings:
+        torch.set_default_dtype(dtype)
         try:
             body(**kwargs, fusion=fusion)
         except BaseException as error:
-            error.add_note(f"with fusion={fusion}")
+            error.add_note(f"with fusion={fusion}, {dtype}")
             raise
         gc.collect()
-
-
-def _name(cell: tuple[int, Any, torch.dtype]) -> str:
-    return f"{cell[0]}_ranks-{str(cell[2]).removeprefix('torch.')}-every_fusion"
 
 
 # ---------------------------------------------------------------------------------------------------- on a rank
@@ -168,8 +168,12 @@ class Twin:
         return act(self.model, self.optimizer), act(self.plain, self.plain_optimizer)
 
     def check(self, exact: bool | None = None) -> None:
-        """Parameters are REF's (bit-equal on up to two ranks) and bit-identical on all ranks."""
+        """Parameters are REF's (bit-equal on up to two ranks) and bit-identical on all ranks.
+
+        Not bit-equal in bf16, where torch rounds differently in the vectorised body of a loop and in its tail.
+        """
         exact = dear.size() <= 2 if exact is None else exact
+        exact = exact and torch.get_default_dtype() != torch.bfloat16
         self.optimizer.synchronize()
         for (name, mine), theirs in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             if exact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -209,8 +210,19 @@ def test_case_037_horovod_1699_fp16_overflow(how: str) -> None:
     close(model[0].float() / (2 * 40000 * 2.0**-12), -1.0)
 
 
+READS: dict[str, Callable[[Any], Any]] = {
+    "float": lambda grad: float(grad[0, 0]),
+    "item": lambda grad: grad.sum().item(),
+    "numpy": lambda grad: grad.numpy(),
+    "sum": lambda grad: grad.abs().sum(),
+    "compare": lambda grad: bool((grad == 0).all()),
+    "index": lambda grad: grad[0],
+    "clone": lambda grad: grad.detach().clone(),
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("way", ["print", "float", "item", "numpy", "sum", "compare", "index", "clone"])
+@pytest.mark.parametrize("way", ["print", *READS])
 def test_case_038_deepspeed_2329_gradient_logging(way: str) -> None:
     """Also DeepSpeed#4555, #6768, huggingface/transformers#11850: never zeros, never a local value by accident."""
     twin = Twin(nn.Linear(4, 1))
@@ -222,15 +234,7 @@ def test_case_038_deepspeed_2329_gradient_logging(way: str) -> None:
             assert "full_grad" in repr(grad) and "'weight'" in repr(grad) and "full_grad" in f"{grad}"
         else:
             with raises_at_once(dear.ScheduleError, r"opt\.full_grad\(param\)"):
-                {
-                    "float": lambda: float(grad[0, 0]),
-                    "item": lambda: grad.sum().item(),
-                    "numpy": lambda: grad.numpy(),
-                    "sum": lambda: grad.abs().sum(),
-                    "compare": lambda: bool((grad == 0).all()),
-                    "index": lambda: grad[0],
-                    "clone": lambda: grad.detach().clone(),
-                }[way]()
+                READS[way](grad)
         assert twin.optimizer.full_grad(twin.model.weight).tolist() == [[1.5] * 4]
         assert twin.optimizer.full_grad(twin.model.bias).tolist() == [1.0]
         twin.step()

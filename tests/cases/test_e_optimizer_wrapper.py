@@ -236,7 +236,7 @@ def test_case_044_pytorch_59973_parameter_groups(named: bool, fusion: Any) -> No
     assert [len(g["params"]) for g in twin.optimizer.param_groups] == [
         len(g["params"]) for g in twin.plain_optimizer.param_groups
     ]
-    assert [k for k in twin.optimizer.state_dict()] == [k for k in twin.plain_optimizer.state_dict()]
+    assert list(twin.optimizer.state_dict()) == list(twin.plain_optimizer.state_dict())
     twin.check()
 
 

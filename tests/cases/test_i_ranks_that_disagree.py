@@ -1,4 +1,4 @@
-"""I. Ranks that disagree: the same error on all ranks at once where all can know, else within the timeout, with a name."""
+"""I. Ranks that disagree: the same error on all ranks at once where all can know, else by the timeout, with a name."""
 
 from __future__ import annotations
 

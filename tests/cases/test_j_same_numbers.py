@@ -86,7 +86,9 @@ def _run(overlapped: bool, sleeps: int | None) -> dict[str, Tensor]:
             param.register_hook(lambda _: time.sleep(delays.random() * 5e-4))
         for stream in (engine.streams.communication, engine.streams.step):
             run = stream.run
-            stream.run = lambda label, work, run=run: run(label, lambda: (time.sleep(delays.random() * 5e-4), work())[1])
+            stream.run = lambda label, work, run=run: run(
+                label, lambda: (time.sleep(delays.random() * 5e-4), work())[1]
+            )
     for step in range(20):
         optimizer.zero_grad()
         x = torch.sin(torch.arange(120.0).view(2, 60) * (step + dear.rank() + 1))

@@ -6,10 +6,13 @@ in one process of its own, because TRITON_INTERPRET must be set before they are 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,13 +23,16 @@ import dear
 from dear.planning import make_plan
 from dear_kernels import Segment, SegmentTable, SGDHyper, StepSegment, StepTable, norm_stats, pack_, sgd_step_, unpack_
 from dearcore.layout import NearbyLayers, ParamSpec
+from dearcore.streams import Streams
+from dearcore.trace import Trace
 
 REPO = Path(__file__).resolve().parents[2]
 MANY = 2**31 + 4096  # elements
 
 INTERPRETED = """
 import json, torch
-from dear_kernels import Segment, SegmentTable, SGDHyper, StepSegment, StepTable, AdamHyper, adam, norm, pack, sgd, unpack
+from dear_kernels import AdamHyper, Segment, SegmentTable, SGDHyper, StepSegment, StepTable
+from dear_kernels import adam, norm, pack, sgd, unpack
 results = {}
 
 offset = 2**31 + 5
@@ -107,15 +113,15 @@ def test_case_091_the_tail_in_the_interpreter(interpreted: dict[str, list[object
 
 @pytest.mark.parametrize("fusion", [None, 25.0, 1e6, NearbyLayers(2)], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_case_091_offsets_of_plans_with_fake_sizes(fusion: float | None | NearbyLayers, num_ranks: int) -> None:
+def test_case_091_offsets_of_plans_with_fake_sizes(fusion: float | NearbyLayers | None, num_ranks: int) -> None:
     """Shapes only: a tensor of 2^31 + 4096 elements between small ones, and one larger than 2^32."""
     shapes = [(5,), (MANY,), (3, 7), (2**16 + 1, 2**16), (1,)]
     specs = [ParamSpec(i, f"p{i}", shape, torch.bfloat16) for i, shape in enumerate(shapes)]
     plan = make_plan(fusion, specs, num_ranks)
-    covered = {i: 0 for i in range(len(specs))}
+    covered = dict.fromkeys(range(len(specs)), 0)
     for bucket in plan.buckets:
         spans = sorted((slot.offset, slot.numel, slot.param) for slot in bucket.slots)
-        for (start, numel, _), (after, _, _) in zip(spans, spans[1:], strict=False):
+        for (start, numel, _), (after, _, _) in itertools.pairwise(spans):
             assert start + numel <= after
         assert spans[-1][0] + spans[-1][1] <= bucket.padded_numel
         segments = bucket.segments()
@@ -174,7 +180,7 @@ def test_case_093_triton_7260_too_large_a_grid(interpreted: dict[str, list[objec
 
 
 def test_case_093_grids_stay_below_the_hardwares_limit() -> None:
-    """The largest grid of any launch, from the sources: 2^31 - 1 is CUDA's limit for the first dimension, 65535 others."""
+    """The largest grid of any launch, from the sources; CUDA takes 2^31 - 1 in the first dimension, 65535 in others."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     assert triton
     from dear_kernels import adam, norm, pack, sgd, unpack
@@ -189,6 +195,39 @@ def test_case_093_steps_of_many_segments_on_the_twin() -> None:
     assert torch.equal(param, -grad)
 
 
-def test_case_094_nccl_549_buffers_and_abort() -> None:
-    """Also pytorch/pytorch PR#18465."""
-    pytest.skip("case 94 needs a CUDA device and NCCL: abort with a time limit, buffers recorded on the stream")
+def test_case_094_nccl_549_a_stuck_collective_is_given_up_in_time() -> None:
+    """Here on CPU streams; NCCL's own abort, with a fake library: tests/dearcore/test_nccl.py."""
+    streams = Streams(torch.device("cpu"), Trace())
+    release, passed = threading.Event(), streams.new_event()
+    streams.communication.run("stuck", lambda: release.wait(60) and None)
+    streams.communication.record(passed)
+    start_s = time.monotonic()
+    streams.hurry(0.2)
+    with pytest.raises(dear.CommunicatorError, match="ending after an error"):
+        passed.wait_host()
+    streams.close()
+    assert time.monotonic() - start_s < 20
+    release.set()
+
+
+def test_case_094_pytorch_18465_gradients_outlive_their_reads() -> None:
+    """What is still to be packed is not handed out again, whatever is allocated meanwhile."""
+    dear.init(backend="local")
+    try:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(4096)) for _ in range(4)])
+        optimizer = dear.DistributedOptimizer(optim.SGD(model.parameters(), lr=1.0), model, fusion=None)
+        for step in range(3):
+            release = threading.Event()
+            optimizer._engine.streams.pack.run("hold", lambda release=release: release.wait(60) and None)
+            sum((p * (step + 1.0)).sum() for p in model).backward()
+            garbage = [torch.full((4096,), 1e6) for _ in range(64)]
+            timer = threading.Timer(0.05, release.set)
+            timer.start()
+            optimizer.step()
+            optimizer.zero_grad()
+            timer.join()
+            del garbage
+        for p in model:
+            assert p.tolist() == [-6.0] * 4096
+    finally:
+        dear.shutdown()
