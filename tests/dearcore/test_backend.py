@@ -170,6 +170,7 @@ def test_all_communicators_of_a_world_share_one_group(gpu_world):
     second, _ = world.new_communicator((0,), device)
     assert isinstance(first, NcclCommunicator) and first is not second and first._group is second._group
     assert world.shared_stream((0,), device) is first._group.stream
+    assert first._group.stream.cuda is world._nccl._stream.cuda, "groups of all sizes are on one stream"
     assert isinstance(world.inline_stream(), BlockingStream)
     on_cpu, _ = world.new_communicator((0,), torch.device("cpu"))
     assert isinstance(on_cpu, LocalCommunicator) and world.shared_stream((0,), torch.device("cpu")) is None
