@@ -306,7 +306,9 @@ class Streams:
         deadline_s = time.monotonic() + patience_s
         for stream in (self.pack, self.communication, self.step):
             if not stream.drain(max(0.0, deadline_s - time.monotonic())):
-                stream.fail(CommunicatorError("this process is ending after an error and waits for its peers no longer."))
+                stream.fail(
+                    CommunicatorError("this process is ending after an error and waits for its peers no longer.")
+                )
 
     def close(self) -> None:
         for stream in (self.pack, self.communication, self.step):
