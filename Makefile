@@ -21,7 +21,7 @@ help:
 	@echo "make test   lint, then every test that fits this machine"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  collectives and host overhead"
-	@echo "make gpu    tests that need a CUDA device, with GPU_PYTHON ($(GPU_PYTHON)) and its own packages"
+	@echo "make gpu    tests and benchmarks that need a CUDA device, with GPU_PYTHON ($(GPU_PYTHON)) and its own packages"
 	@echo "make soak   tests that run for minutes"
 	@echo "make clean  remove caches and built files; .venv stays"
 
@@ -40,11 +40,16 @@ bench: $(INSTALLED_BENCH)
 	$(BIN)/python -m bench collectives
 	$(BIN)/python -m bench overhead
 
-# A GPU machine may have no network: no virtual environment here, and a skip that says what is missing.
+# A GPU machine may have no network: no virtual environment here, and a skip that says what is missing. Both halves have
+# a time limit, so that the whole ends within 8 minutes.
 gpu:
 	@reason=$$($(GPU_PYTHON) -c "$$CUDA_REASON") || reason="$(GPU_PYTHON) does not run"; \
+	export PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	if [ -n "$$reason" ]; then echo "make gpu: skipped: $$reason"; exit 0; fi; \
-	PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m pytest tests/gpu -m gpu
+	status=0; $(GPU_PYTHON) -m dear doctor; \
+	timeout -k 10 270 $(GPU_PYTHON) -m pytest tests/gpu -m gpu -q -rfEs || status=1; \
+	timeout -k 10 180 $(GPU_PYTHON) -m bench gpu --budget-s 120 --json gpu-results.jsonl || status=1; \
+	exit $$status
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 3600
@@ -61,6 +66,10 @@ except ImportError as error:
 else:
     if not torch.cuda.is_available():
         print(f"torch {torch.__version__} of $(GPU_PYTHON) sees no CUDA device")
+    else:
+        import importlib.util
+        if importlib.util.find_spec("pytest") is None:
+            print("$(GPU_PYTHON) has no pytest")
 endef
 export CUDA_REASON
 

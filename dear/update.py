@@ -60,16 +60,17 @@ class ShardedUpdate:
         pass
 
     def norm(self, norm_type: float) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._replica.streams.device)
 
         def add(bucket: BucketRuntime) -> None:
             shard = bucket.grad_shard
             if norm_type == float("inf") and shard.numel():
-                total.copy_(torch.maximum(total, shard.abs().max().to("cpu", torch.float64)))
+                total.copy_(torch.maximum(total, shard.abs().max().double()))
             elif norm_type != float("inf"):
-                total.add_(_power_sum(shard, norm_type).to("cpu"))
+                total.add_(_power_sum(shard, norm_type))
 
         self._on_every_shard("norm", add)
+        total = total.cpu()  # the one number that the host waits for
         replica = self._replica
         kind = "max" if norm_type == float("inf") else "sum"
         label = f"gradient norm in step {replica.step}"
@@ -86,7 +87,6 @@ class ShardedUpdate:
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         found = found_inf.detach().clone()
-        self._replica.streams.wait_compute()
 
         def work(bucket: BucketRuntime) -> None:
             torch._amp_foreach_non_finite_check_and_unscale_([bucket.grad_shard], found, inv_scale)
@@ -119,6 +119,7 @@ class ShardedUpdate:
 
     def _on_every_shard(self, name: str, work: Callable[[BucketRuntime], None]) -> None:
         """Runs `work` for each bucket once it is reduced, and blocks until all have been done."""
+        self._replica.streams.wait_compute()  # what `work` brings along was made there
         for bucket in self._replica.buckets:
             bucket.on_reduced(f"{name}[{bucket.index}]", lambda bucket=bucket: work(bucket))  # type: ignore[misc]
         for bucket in self._replica.buckets:

@@ -45,6 +45,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int32: "NCCL_INT32",
     torch.int64: "NCCL_INT64",
 }
+OLDEST_CUPY = (14,)  # from then on a unique id is bytes
 OPS = {"sum": "NCCL_SUM", "avg": "NCCL_AVG"}
 
 
@@ -63,9 +64,17 @@ def library_problem() -> str:
         built = _cupy_cuda_major()
     except Exception as error:  # whatever an import of somebody else's binary raises
         return f"CuPy or NCCL cannot be loaded ({error}); {extra}"
+    if _cupy_release() < OLDEST_CUPY:
+        upgrade = extra.replace("install", "install --upgrade")
+        return f"CuPy {'.'.join(map(str, _cupy_release()))} is too old, expected {OLDEST_CUPY[0]} or newer; {upgrade}"
     if built and built != major:
         return f"CuPy is built for CUDA {built}, torch for CUDA {cuda}; pip uninstall cupy-cuda{built}x, then {extra}"
     return "" if found else f"NCCL is not found; {extra}"
+
+
+def _cupy_release() -> tuple[int, ...]:
+    version: str = importlib.import_module("cupy").__version__
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _cupy_cuda_major() -> str:

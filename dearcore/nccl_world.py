@@ -22,13 +22,17 @@ __all__ = ["NcclWorld"]
 
 
 class NcclWorld:
-    """One group for each set of ranks. Sub-groups get a unique id of their own: NCCL's split is a call for all ranks,
-    and only a group's members build an optimizer on it."""
+    """One group for each set of ranks, all on one stream: two NCCL communicators on one GPU may block each other.
+
+    Sub-groups get a unique id of their own: NCCL's split is a call for all ranks, and only a group's members build an
+    optimizer on it.
+    """
 
     def __init__(self, device: torch.device, rank: int, timeout: timedelta, deterministic: bool) -> None:
         self.device = device
         self._rank, self._timeout, self._deterministic = rank, timeout, deterministic
         self._groups: dict[tuple[int, ...], NcclGroup] = {}
+        self._stream = CudaWorkerStream("communication", Trace(), device)
 
     def communicator(
         self, ranks: tuple[int, ...], store: Store, heartbeat: Heartbeat | None, key: str
@@ -47,13 +51,14 @@ class NcclWorld:
     def close(self) -> None:
         for group in self._groups.values():
             group.close()
+        self._stream.close()
 
     def _connect(self, ranks: tuple[int, ...], store: Store, peers: Peers) -> NcclGroup:
         rank, size = ranks.index(self._rank), len(ranks)
         control: Communicator = LocalCommunicator(self._deterministic)
         if size > 1:
             control = GlooCommunicator(store, rank, size, self._timeout, self._deterministic, explain=peers.blame)
-        stream = CudaWorkerStream("communication", Trace(), self.device)
+        stream = self._stream.under("communication", Trace())
         group = NcclGroup(
             load_library(),
             store,

@@ -6,17 +6,21 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: ranks share the cores
 
 import random
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
 
 pytest_plugins = ["tests.support.fixtures"]
 
-# The same examples in every run (others: --hypothesis-profile default), and no deadline per example: a busy machine
-# would fail it.
-hypothesis.settings.register_profile("dear", derandomize=True, deadline=None, print_blob=True)
-hypothesis.settings.load_profile("dear")
+try:
+    import hypothesis
+except ImportError:  # a GPU machine may lack it; tests/gpu needs pytest alone
+    pass
+else:
+    # The same examples in every run (others: --hypothesis-profile default), and no deadline per example: a busy machine
+    # would fail it.
+    hypothesis.settings.register_profile("dear", derandomize=True, deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("dear")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dear_kernels.addresses import device_flags, device_guard, mark_written, send
+from dear_kernels.addresses import aligned_numel, device_flags, device_guard, mark_written, send
 from dear_kernels.checks import check_adam
 from dear_kernels.hyper import AdamHyper
 from dear_kernels.segments import StepTable
@@ -132,6 +132,7 @@ def _adam_kernel(
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
+    ALIGN: tl.constexpr,  # elements of the narrowest stream in 16 bytes: where shards and slots begin
 ):
     tile = tl.program_id(0).to(tl.int64)
     while tile < num_tiles:
@@ -139,8 +140,8 @@ def _adam_kernel(
         numel = tl.load(tile_ptr + tile * 3 + 1)
         row = coefficient_ptr + tl.load(tile_ptr + tile * 3 + 2) * 12
         if tl.load(row) != 0:
-            if (numel == BLOCK) & (offset % 16 == 0):
-                at = (offset // 16) * 16 + tl.arange(0, BLOCK)  # says to the compiler: aligned
+            if (numel == BLOCK) & (offset % ALIGN == 0):
+                at = (offset // ALIGN) * ALIGN + tl.arange(0, BLOCK)  # says to the compiler: aligned
                 _adam_elements(
                     param_ptr,
                     grad_ptr,
@@ -255,6 +256,7 @@ def adam_step_(
                 COMPUTE=tl.float64 if param.dtype == torch.float64 else tl.float32,
                 BLOCK=BLOCK_NUMEL,
                 EDGE=EDGE_NUMEL,
+                ALIGN=aligned_numel(param, grad, low_precision_param),
                 num_warps=NUM_WARPS,
             )
     written = (param, exp_avg, exp_avg_sq, max_exp_avg_sq if has_max else None, steps, low_precision_param)

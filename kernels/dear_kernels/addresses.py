@@ -19,6 +19,7 @@ __all__ = [
     "MISSING",
     "SKIP",
     "Launch",
+    "aligned_numel",
     "collapse",
     "device_flags",
     "device_guard",
@@ -77,6 +78,11 @@ def send(
 def device_guard(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device; this makes it the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def aligned_numel(*streams: Tensor | None) -> int:
+    """Elements of the narrowest of these tensors in one 128-bit access."""
+    return 16 // min(stream.dtype.itemsize for stream in streams if stream is not None)
 
 
 def device_flags(used: Tensor) -> Tensor:

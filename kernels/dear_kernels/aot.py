@@ -150,8 +150,11 @@ def _coefficient_case(module: Any, kernel: Any) -> Case:
     return Case(kernel, "used fp32", signature, constants, module.COEFFICIENT_WARPS)
 
 
-def _step_constants(module: Any, compute: Any, **flags: bool) -> dict[str, Any]:
-    return {**flags, "COMPUTE": compute, "BLOCK": module.BLOCK_NUMEL, "EDGE": module.EDGE_NUMEL}
+def _step_constants(module: Any, streams: Sequence[str | None], **flags: bool) -> dict[str, Any]:
+    """`streams`: dtypes of parameter, gradient and copy."""
+    align = 16 // min(_BYTES[dtype] for dtype in streams if dtype is not None)
+    compute = _compute(streams[0] or "")
+    return {**flags, "COMPUTE": compute, "BLOCK": module.BLOCK_NUMEL, "EDGE": module.EDGE_NUMEL, "ALIGN": align}
 
 
 def _sgd_cases() -> Iterator[Case]:
@@ -173,7 +176,7 @@ def _sgd_cases() -> Iterator[Case]:
             "tile_ptr": "*i64",
             "num_tiles": "i32",
         }
-        constants = _step_constants(sgd, _compute(param), HAS_MOMENTUM=momentum, HAS_LOW=low is not None)
+        constants = _step_constants(sgd, (param, grad, low), HAS_MOMENTUM=momentum, HAS_LOW=low is not None)
         label = f"{param}, grad {grad}" + (f", copy {low}" if low else "") + (" momentum" if momentum else "")
         states = (param,) * momentum
         copies = () if low is None else (low,)
@@ -202,7 +205,7 @@ def _adam_cases() -> Iterator[Case]:
             "tile_ptr": "*i64",
             "num_tiles": "i32",
         }
-        constants = _step_constants(adam, _compute(param), HAS_MAX=amsgrad, HAS_LOW=low is not None)
+        constants = _step_constants(adam, (param, grad, low), HAS_MAX=amsgrad, HAS_LOW=low is not None)
         label = f"{param}, grad {grad}" + (f", copy {low}" if low else "") + (" amsgrad" if amsgrad else "")
         states = (param,) * (3 if amsgrad else 2)
         copies = () if low is None else (low,)

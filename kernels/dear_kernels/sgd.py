@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dear_kernels.addresses import device_flags, device_guard, mark_written, send
+from dear_kernels.addresses import aligned_numel, device_flags, device_guard, mark_written, send
 from dear_kernels.checks import check_sgd
 from dear_kernels.hyper import SGDHyper
 from dear_kernels.segments import StepTable
@@ -104,6 +104,7 @@ def _sgd_kernel(
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
+    ALIGN: tl.constexpr,  # elements of the narrowest stream in 16 bytes: where shards and slots begin
 ):
     tile = tl.program_id(0).to(tl.int64)
     while tile < num_tiles:
@@ -111,8 +112,8 @@ def _sgd_kernel(
         numel = tl.load(tile_ptr + tile * 3 + 1)
         row = coefficient_ptr + tl.load(tile_ptr + tile * 3 + 2) * 8
         if tl.load(row) != 0:
-            if (numel == BLOCK) & (offset % 16 == 0):
-                at = (offset // 16) * 16 + tl.arange(0, BLOCK)  # says to the compiler: aligned
+            if (numel == BLOCK) & (offset % ALIGN == 0):
+                at = (offset // ALIGN) * ALIGN + tl.arange(0, BLOCK)  # says to the compiler: aligned
                 _sgd_elements(param_ptr, grad_ptr, buffer_ptr, low_ptr, row, at, None, HAS_MOMENTUM, HAS_LOW, COMPUTE)
             else:
                 done = numel * 0
@@ -192,6 +193,7 @@ def sgd_step_(
                 COMPUTE=compute,
                 BLOCK=BLOCK_NUMEL,
                 EDGE=EDGE_NUMEL,
+                ALIGN=aligned_numel(param, grad, low_precision_param),
                 num_warps=NUM_WARPS,
             )
     mark_written(

@@ -166,6 +166,49 @@ def test_what_reads_and_changes_averages_is_free_of_races(monkeypatch):
         assert detector.races()[:20] == []
 
 
+class OntoSideStream(torch.autograd.Function):
+    """From here on the backward of this branch runs on another stream, as where a user's forward has switched."""
+
+    @staticmethod
+    def forward(ctx, x, side):
+        ctx.side = side
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ready = fake_cuda.FakeEvent()
+        ready.record()
+        ctx.side.wait_event(ready)
+        fake_cuda.enter_stream(ctx.side)
+        return grad.clone(), None
+
+
+def train_with_two_branches(detector):
+    def work(world):
+        with detector.mode():
+            first, second = make_model(), nn.Linear(5, 3, bias=False)
+            model = nn.ModuleList([first, second])
+            engine = Engine(make_optimizer("sgd", model), model, options(fusion=25.0), world, (0, 1))
+            side = fake_cuda.new_stream()
+            second.weight.register_post_accumulate_grad_hook(lambda _: fake_cuda.leave_stream())
+            for step in range(STEPS):
+                engine.zero_grad(True)
+                x = batch(world.rank, step)
+                (loss_of(first, x) + OntoSideStream.apply(second(x), side).sum()).backward()
+                assert fake_cuda.current().name == "compute"
+                engine.step()
+            engine.close()
+
+    return work
+
+
+def test_a_branch_on_another_stream_is_waited_for(monkeypatch):
+    """Its gradients come first; the bucket is launched from the compute stream, which knows nothing of them."""
+    with gpu_ranks(monkeypatch, 2) as (detector, _, run):
+        run(train_with_two_branches(detector))
+        assert detector.races()[:20] == []
+
+
 def test_collectives_come_in_the_order_of_the_schedule(monkeypatch):
     with gpu_ranks(monkeypatch, 2) as (detector, library, run):
         run(train(detector))

@@ -22,7 +22,7 @@ EVENTS = [
     ("dearcore.bucket", "BucketRuntime.start_all_gather", "communication.wait(self.shard_stepped)"),
     ("dear.replica", "Replica.finish_step", "self.streams.wait_compute()"),
     ("dear.parameters", "Gate.wait", "event.wait_compute()"),
-    ("dear.engine", "Engine.broadcast", "self.streams.wait_values()"),
+    ("dear.engine", "broadcast_values", "streams.wait_values()"),
 ]
 
 
@@ -33,9 +33,10 @@ def mutate(monkeypatch, module_name, path, old, new):
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    source = inspect.getsource(getattr(owner, name))
+    function = getattr(owner, name)
+    source = inspect.getsource(function)
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {path}"
-    names = dict(vars(module))
+    names = dict(function.__globals__)
     exec("from __future__ import annotations\n" + textwrap.dedent(source).replace(old, new), names)
     monkeypatch.setattr(owner, name, names[name])
 
@@ -52,6 +53,13 @@ def test_a_missing_event_before_a_late_gradient_is_seen(monkeypatch):
     mutate(monkeypatch, "dear.replica", "Replica.launch_late", "self.streams.wait_gradients(communication)", "pass")
     with gpu_ranks(monkeypatch, 2) as (detector, _, run):
         run(order.train(detector, late=True))
+        assert detector.races()
+
+
+def test_a_gradients_stream_that_is_not_noted_is_seen(monkeypatch):
+    mutate(monkeypatch, "dear.engine", "Engine.grad_arrived", "self.streams.note_gradient()", "pass")
+    with gpu_ranks(monkeypatch, 2) as (detector, _, run):
+        run(order.train_with_two_branches(detector))
         assert detector.races()
 
 

@@ -122,9 +122,21 @@ def test_versions_that_do_not_fit(monkeypatch, torch_cuda, cupy_cuda, problem):
     monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(nccl, "load_library", lambda: FakeNccl())
     monkeypatch.setattr(nccl, "_cupy_cuda_major", lambda: str(cupy_cuda // 1000))
+    monkeypatch.setattr(nccl, "_cupy_release", lambda: (14, 2))
     found = nccl.library_problem()
     assert (found == "") == (problem == "")
     assert re.search(problem, found)
+
+
+def test_an_old_cupy_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(nccl, "load_library", lambda: FakeNccl())
+    monkeypatch.setattr(nccl, "_cupy_cuda_major", lambda: "13")
+    monkeypatch.setattr(nccl, "_cupy_release", lambda: (13, 6))
+    assert nccl.library_problem() == (
+        "CuPy 13.6 is too old, expected 14 or newer; pip install --upgrade 'dear-pytorch[cuda13]'"
+    )
 
 
 def test_a_library_that_does_not_load_is_named(monkeypatch):
@@ -170,6 +182,7 @@ def test_all_communicators_of_a_world_share_one_group(gpu_world):
     second, _ = world.new_communicator((0,), device)
     assert isinstance(first, NcclCommunicator) and first is not second and first._group is second._group
     assert world.shared_stream((0,), device) is first._group.stream
+    assert first._group.stream.cuda is world._nccl._stream.cuda, "groups of all sizes are on one stream"
     assert isinstance(world.inline_stream(), BlockingStream)
     on_cpu, _ = world.new_communicator((0,), torch.device("cpu"))
     assert isinstance(on_cpu, LocalCommunicator) and world.shared_stream((0,), torch.device("cpu")) is None

@@ -190,7 +190,7 @@ def test_shutdown_closes_what_is_still_alive() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def close(self) -> None:
+        def close(self, patience_s: float | None = None) -> None:
             closed.append(self.name)
 
     kept, dropped = Thing("kept"), Thing("dropped")

@@ -1,6 +1,7 @@
 """Every kernel compiled ahead of time for sm_80, sm_90 and sm_100: 128-bit accesses, no spills, 64-bit offsets."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +45,15 @@ def test_the_command_prints_a_table(capsys):
     assert aot.main(["--kernel", "norm_finish", "--arch", "90"]) == 0
     out = capsys.readouterr().out
     assert "registers" in out and re.search(r"norm_finish +fp64 +sm_90", out)
+
+
+def test_the_stored_table_has_every_case():
+    """docs/kernels.md: what the command prints, kept with the command."""
+    stored = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    assert "python -m dear_kernels.aot" in stored
+    for case in CASES:
+        for arch in aot.ARCHS:
+            row = rf"^{case.name} +{re.escape(case.label)} +sm_{arch} +\d+"
+            assert re.search(row, stored, re.MULTILINE), (
+                f"{case.name} {case.label} sm_{arch} is missing: run the command"
+            )

@@ -188,3 +188,25 @@ def test_released_tables_send_again(launches, uploads):
     table.release()
     pack.pack_(flat, grads, table)
     assert len(uploads) == 2
+
+
+@pytest.mark.parametrize(("low", "align"), [(None, 4), (torch.bfloat16, 8)])
+def test_the_fast_path_is_taken_wherever_16_bytes_begin(launches, low, align):
+    """Shards are cut at any 16 bytes: a slot's place in a shard is a multiple of 4 floats and of nothing more."""
+    table = StepTable([StepSegment(4, 64)], 68)
+    param, grad = torch.ones(68), torch.ones(68)
+    copy = None if low is None else param.to(low)
+    sgd.sgd_step_(param, grad, None, table, [SGDHyper(0.1)], torch.zeros(1), low_precision_param=copy)
+    compiled = launches[-1][2]
+    position = sgd._sgd_kernel.kernel.arg_names.index("ALIGN")
+    assert compiled.src.constants[(position,)] == align
+
+
+def test_shards_and_slots_begin_at_16_bytes():
+    from dearcore.layout import ParamSpec, plan_threshold
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        params = [ParamSpec(i, f"p{i}", (3 + 7 * i,), dtype) for i in range(9)]
+        for bucket in plan_threshold(params, 3, 1e9).buckets:
+            for segment in bucket.segments():
+                assert segment.offset * dtype.itemsize % 16 == 0

@@ -67,14 +67,22 @@ def current(device: object = None) -> FakeStream:
     return stack[-1]
 
 
-@contextlib.contextmanager
-def stream_context(stream: FakeStream) -> Iterator[None]:
+def enter_stream(stream: FakeStream) -> None:
     current()
     _streams.stack.append(stream)
+
+
+def leave_stream() -> None:
+    _streams.stack.pop()
+
+
+@contextlib.contextmanager
+def stream_context(stream: FakeStream) -> Iterator[None]:
+    enter_stream(stream)
     try:
         yield
     finally:
-        _streams.stack.pop()
+        leave_stream()
 
 
 def _host_wait(clock: Clock) -> None:
