@@ -14,6 +14,7 @@ COMMANDS = {
     "cluster": "bench.cluster",
     "replay": "bench.replay",
     "tune": "bench.tune",
+    "accuracy": "bench.accuracy",
     "simulate": "bench.simulate.cli",
 }
 
