@@ -21,7 +21,7 @@ END_S = 10.0  # for a job that was told to end
 
 
 def check_hellos(job: Job, size: int, local_size: int) -> None:
-    output = job.wait(60)
+    output = job.wait(100)
     assert job.status == 0, output
     total = size * (size + 1) // 2
     for rank in range(size):
@@ -32,10 +32,6 @@ def check_hellos(job: Job, size: int, local_size: int) -> None:
 
 def test_plain_python_is_one_rank() -> None:
     check_hellos(start(sys.executable, PROGRAM, "train"), 1, 1)
-
-
-def test_torchrun() -> None:
-    check_hellos(torchrun(PROGRAM, "train", ranks=2), 2, 2)
 
 
 def test_mpirun() -> None:
@@ -63,7 +59,7 @@ def test_slurms_variables() -> None:
         for rank in range(2)
     ]
     for rank, job in enumerate(jobs):
-        output = job.wait(60)
+        output = job.wait(100)
         assert job.status == 0, output
         assert f"rank {rank} of 2, {rank} of 2 here: sum 3" in output
 
@@ -87,8 +83,9 @@ def test_torchrun_on_two_hosts() -> None:
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_torchrun_is_told_to_end(how: str) -> None:
     """While one rank waits in a collective for another that never comes."""
-    job = torchrun(PROGRAM, "wait", ranks=2)
+    job = torchrun(PROGRAM, "1 sleeps", ranks=2)
     job.wait_for("waiting", 2, 60)
+    assert all(f"rank {rank} of 2, {rank} of 2 here: sum 3" in job.output() for rank in range(2)), job.output()
     time.sleep(0.3)
     told_s = time.monotonic()
     if how == "Ctrl-C":
@@ -110,7 +107,7 @@ def pair(what: str, **env: str) -> list[Job]:
 
 def test_ranks_are_told_to_end_one_by_one() -> None:
     """Ctrl-C reaches the rank that waits, SIGTERM the one that sleeps."""
-    jobs = pair("wait")
+    jobs = pair("1 sleeps")
     for job in jobs:
         job.wait_for("waiting", 1, 60)
     time.sleep(0.3)
@@ -123,12 +120,14 @@ def test_ranks_are_told_to_end_one_by_one() -> None:
 
 
 def test_the_host_of_the_store_is_killed() -> None:
-    """Rank 1 sleeps when its peer and the store go; rank 0 of another job waits for one that is killed."""
-    jobs = pair("wait", PROGRAM_TIMEOUT_S="4")
+    """Without a launcher's agent that is rank 0; rank 1 waits for it in a collective."""
+    jobs = pair("0 sleeps", PROGRAM_TIMEOUT_S="30")
     for job in jobs:
         job.wait_for("waiting", 1, 60)
-    jobs[1].process.kill()
-    output = jobs[0].wait(4 + 5 + END_S)
-    assert jobs[0].status == 1, output
-    assert "Rank 1" in output and "CommunicatorError" in output, output
+    time.sleep(0.3)
+    jobs[0].process.kill()
+    output = jobs[1].wait(END_S)
+    assert jobs[1].status == 1, output
+    assert "CommunicatorError" in output and "rank 0" in output.lower(), output
+    print(output.splitlines()[-1])
     assert all(job.survivors() == [] for job in jobs)
