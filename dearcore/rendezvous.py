@@ -75,12 +75,18 @@ def _launch(
         for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)):
             if not value:
                 raise ArgumentError(f"{name} is not set, but {size}={world_size}. Start with torchrun, or set {name}.")
+    first_host = addr or _slurm_first_host(env)
+    if not first_host and num_here < world_size:
+        raise ArgumentError(
+            f"MASTER_ADDR is not set, but {source} has started {num_here} of {world_size} ranks on this host "
+            f"({local_size}={num_here}). Set it to the host of rank 0 (mpirun: -x MASTER_ADDR=...)."
+        )
     return Launch(
         this_rank,
         world_size,
         here,
         num_here,
-        addr or _slurm_first_host(env) or "127.0.0.1",
+        first_host or "127.0.0.1",
         _number(env, "MASTER_PORT", source, least=1, default=DEFAULT_PORT, most=65535),
         source,
     )
@@ -147,6 +153,7 @@ class World:
         else:
             self.launch = launch
             if launch.size > 1:
+                _check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
                 self.store = _connect(launch, timeout)
         self.rank, self.size = self.launch.rank, self.launch.size
         self.heartbeat = Heartbeat(self.store, self.rank) if self.store is not None else None
@@ -247,6 +254,16 @@ class World:
         store = HashStore() if self.store is None else self.store
         communicator = self._nccl.communicator(ranks, PrefixStore(key, store), self.heartbeat, f"{key}/heartbeat")
         return communicator, Peers(self.heartbeat, f"{key}/{number}/heartbeat", ranks, self.rank)
+
+
+def _check_interface(names: str) -> None:
+    have = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, names.split(",")):
+        if name not in have:
+            raise ArgumentError(
+                f"GLOO_SOCKET_IFNAME={names!r}, but this host's interfaces are {', '.join(have)}. Set it to the one "
+                "that reaches the other hosts (see `ip link`), or unset it."
+            )
 
 
 def _connect(launch: Launch, timeout: timedelta) -> Store:

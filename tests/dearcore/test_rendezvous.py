@@ -52,7 +52,10 @@ def test_torchrun() -> None:
 
 
 def test_open_mpi() -> None:
-    assert read_launch(OPEN_MPI) == Launch(3, 4, 1, 2, "127.0.0.1", 29500, "Open MPI")
+    on_one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert read_launch(on_one_host) == Launch(3, 4, 3, 4, "127.0.0.1", 29500, "Open MPI")
+    with pytest.raises(ArgumentError, match=r"MASTER_ADDR is not set.*2 of 4 ranks"):
+        read_launch(OPEN_MPI)
     named = read_launch({**OPEN_MPI, "MASTER_ADDR": "head", "MASTER_PORT": "1234"})
     assert (named.master_addr, named.master_port) == ("head", 1234)
 
@@ -91,7 +94,7 @@ def test_an_interactive_slurm_shell_is_one_rank() -> None:
 
 def test_torchrun_wins_over_slurm_and_open_mpi() -> None:
     assert read_launch({**SLURM, **OPEN_MPI, **TORCHRUN}).source == "torchrun"
-    assert read_launch({**SLURM, **OPEN_MPI}).source == "Open MPI"
+    assert read_launch({**SLURM, **OPEN_MPI, "MASTER_ADDR": "head"}).source == "Open MPI"
 
 
 def test_what_may_be_missing_is_taken_from_the_rest() -> None:

@@ -40,7 +40,7 @@ class Injection:
     culprit: int
     step: int
     moment: str
-    nth: int  # collective of that step
+    nth: int  # collective, counted from the beginning of that step
     options: dict[str, Any]
 
     def __str__(self) -> str:
@@ -140,12 +140,12 @@ class _Trigger:
         self._mine = rank() == injection.culprit
         self._step = -1
         self._passed: list[str] = []
+        self._num_collectives = 0  # since the step of the injection began
         if self._mine and injection.moment == "collective":
             self._watch(optimizer._engine.communicator)
 
     def begin(self, step: int) -> None:
         self._step = step
-        self._num_collectives = 0
         injection = self._injection
         if self._mine and step == injection.step and injection.moment == "any time":
             delay_s = random.Random(injection.seed).random() * 0.02
@@ -173,7 +173,7 @@ class _Trigger:
 
         def start(work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             def watched(*inner: Any) -> None:
-                if self._step == self._injection.step:
+                if self._step >= self._injection.step:
                     if self._num_collectives == self._injection.nth:
                         self._do()
                     self._num_collectives += 1
