@@ -17,7 +17,7 @@ TIMEOUT_S = 100.0
 # of the whole buffer, in bytes
 SIZES = {"1KB": 1_000, "64KB": 64_000, "1MB": 1_000_000, "16MB": 16_000_000, "64MB": 64_000_000}
 ITERATIONS = {"16MB": 6, "64MB": 2}  # else:
-MANY = 25
+MANY = 60
 
 Times = Mapping[tuple[str, str], list[float]]  # (what, which way) -> the slowest rank's
 _measured: dict[str, Times] = {}
