@@ -20,7 +20,7 @@ help:
 	@echo "make demo   two ranks train on the digits data set"
 	@echo "make test   lint, then every test that fits this machine"
 	@echo "make lint   ruff and mypy"
-	@echo "make bench  collectives and host overhead"
+	@echo "make bench  micro-benchmarks; fails where a ratio to torch has become worse by more than a quarter"
 	@echo "make gpu    tests and benchmarks that need a CUDA device, with GPU_PYTHON ($(GPU_PYTHON)) and its own packages"
 	@echo "make soak   tests that run for minutes"
 	@echo "make clean  remove caches and built files; .venv stays"
@@ -37,8 +37,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED_BENCH)
-	$(BIN)/python -m bench collectives
-	$(BIN)/python -m bench overhead
+	$(BIN)/python -m pytest bench/micro --benchmark-columns=min,median,rounds --benchmark-group-by=func
 
 # A GPU machine may have no network: no virtual environment here, and a skip that says what is missing. Both halves have
 # a time limit, so that the whole ends within 8 minutes.

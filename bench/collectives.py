@@ -26,7 +26,17 @@ from dearcore.streams import InlineStream
 from .launch import World, run_ranks
 from .record import Record, Target, append_json, percentiles, print_record
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = [
+    "ALL_GATHER",
+    "BASELINE",
+    "MEMORY",
+    "REDUCE_SCATTER",
+    "SOCKETS",
+    "SUMMARY",
+    "add_arguments",
+    "measure_rank",
+    "run",
+]
 
 SUMMARY = "reduce-scatter and all-gather against gloo's all_reduce"
 
@@ -69,7 +79,7 @@ BATCH = 4
 def run(args: argparse.Namespace) -> int:
     numel = max(1, round(args.mb * 1e6 / 4 / args.ranks)) * args.ranks
     by_rank = run_ranks(
-        _rank,
+        measure_rank,
         args.ranks,
         timeout_s=args.timeout_s,
         numel=numel,
@@ -116,7 +126,7 @@ def _rows(by_rank: Sequence[list[Case]]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------- in each rank
 
 
-def _rank(
+def measure_rank(
     world: World, numel: int, num_iterations: int, pieces_mib: Sequence[float], deterministic: bool
 ) -> list[Case]:
     dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout)
