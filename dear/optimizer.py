@@ -200,6 +200,7 @@ class DistributedOptimizer(optim.Optimizer):
             )
         if not engine.options.sharded:
             return sharded.export_whole(self._optimizer)
+        engine.replica.discard_early()
         return sharded.export_sharded(engine.replica, self._optimizer, engine.names())
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -207,6 +208,7 @@ class DistributedOptimizer(optim.Optimizer):
         from . import sharded
 
         engine = self._open()
+        engine.replica.discard_early()
         if engine.options.sharded:
             sharded.import_sharded(engine.replica, self._optimizer, engine.names(), state_dict)
         else:
