@@ -20,6 +20,7 @@ from dearcore.trace import Trace
 from . import checkpoint
 from .adaptation import measure_after_a_step
 from .context import current
+from .divided import DividedState
 from .engine import Engine
 from .following import joined
 from .joining import Call
@@ -88,23 +89,36 @@ class DistributedOptimizer(optim.Optimizer):
             schedule, fusion, profile, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers
         )
         self._optimizer = optimizer
+        self._has_loaded = any(optimizer.state.values())
         self._engine = Engine(optimizer, model, options, world, world.ranks_of(group))
         optim.Optimizer.__setstate__(self, {})  # tables of hooks, profiler range around step
 
     # -- what torch.optim.Optimizer offers ---------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = groups
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self._optimizer.defaults
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state; that of sharded parameters is in `state_dict()`."""
-        return self._optimizer.state
+    def state(self) -> Any:
+        """The wrapped optimizer's state. That of sharded parameters is in `state_dict()`: here it is only counted."""
+        engine = self._engine
+        if engine.closed or not engine.options.sharded:
+            return self._optimizer.state
+        names = {tracked.param: tracked.spec.fqn for tracked in engine.tracked}
+        return DividedState(self._optimizer.state, names, self._has_loaded or engine.replica.step > 0)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        raise ScheduleError("the optimizer's state cannot be assigned. Load it with load_state_dict(), on all ranks.")
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r}, {self.plan.fusion}, {len(self.plan.buckets)} buckets)"
@@ -168,7 +182,9 @@ class DistributedOptimizer(optim.Optimizer):
                 "load_state_dict() inside join(): ranks without batches would not load it. Leave it first."
             )
         if engine.options.sharded:
-            engine.adopt_state(checkpoint.load_into_groups(self._optimizer, state_dict))
+            states = checkpoint.load_into_groups(self._optimizer, state_dict)
+            engine.adopt_state(states)
+            self._has_loaded = any(states.values())
         else:
             self._optimizer.load_state_dict(dict(state_dict))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
