@@ -199,7 +199,7 @@ def test_case_015_pytorch_70865_non_reentrant_checkpoints(fusion: Any) -> None:
     for _ in range(3):
         twin.train(loss)
         twin.check()
-        started.append(twin.optimizer._engine.communicator._sequence)
+        started.append(getattr(twin.optimizer._engine.communicator, "_sequence", 0))
     each_step = 2 * len(twin.optimizer.plan.buckets) + 1  # both halves, and one agreement on late gradients
     if dear.size() > 1:
         assert started[2] - started[1] == each_step, "the forward that runs again starts nothing"

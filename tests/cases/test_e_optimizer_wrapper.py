@@ -458,3 +458,55 @@ def test_case_050_sparse_adam_is_refused() -> None:
     model = nn.Embedding(5, 3, sparse=True)
     with raises_at_once(dear.ArgumentError, "SparseAdam cannot be distributed: it needs sparse gradients"):
         dear.DistributedOptimizer(optim.SparseAdam(model.parameters()), model)
+
+
+@on_ranks(2)
+def test_case_042_helpers_for_checkpoints_take_no_hidden_step() -> None:
+    """Neighbour: torch.distributed.checkpoint.state_dict takes a step to create a state that it finds missing."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    twin = Twin(TwoLayers(), made(optim.Adam, lr=0.1, eps=0.01))
+    twin.train(lambda m, r: m(ones(r, 2, 5)).square().mean(), 2)
+    states = [get_optimizer_state_dict(twin.model, twin.optimizer) for _ in range(2)]
+    expected = get_optimizer_state_dict(twin.plain, twin.plain_optimizer)
+    for state in states:
+        for name, per_param in expected["state"].items():
+            for key, value in per_param.items():
+                assert torch.equal(state["state"][name][key], value), f"{name} {key}"
+    set_optimizer_state_dict(twin.model, twin.optimizer, states[0])
+    twin.train(lambda m, r: m(ones(r, 2, 5)).square().mean(), 2)
+    twin.check()
+
+
+@on_ranks(2)
+def test_case_049_the_state_is_divided_and_says_so() -> None:
+    """Neighbour: `optimizer.state[p]`, `optimizer.state.clear()`, an assigned state."""
+    twin = Twin(TwoLayers(), made(optim.Adam, lr=0.1, eps=0.01))
+    param = twin.model[0].weight
+    assert not twin.optimizer.state
+    twin.train(lambda m, r: m(ones(r, 2, 5)).square().mean())
+    assert len(twin.optimizer.state) == 4 and param in list(twin.optimizer.state)
+    acts: list[Callable[[Any], Any]] = [
+        lambda state: state[param],
+        lambda state: state.clear(),
+        lambda state: state.pop(param),
+        lambda state: state.update({param: {}}),
+        lambda state: state.get(param),
+    ]
+    for act in acts:
+        with raises_at_once(dear.ScheduleError, r"the optimizer state of '0\.weight' is divided.*load_state_dict\(\)"):
+            act(twin.optimizer.state)
+    twin.train(lambda m, r: m(ones(r, 2, 5)).square().mean())
+    twin.check()
+
+
+@on_ranks(2)
+def test_case_041_groups_are_assigned() -> None:
+    """Neighbour: `optimizer.param_groups = [...]` and `optimizer.state = ...`."""
+    twin = Twin(TwoLayers(), sgd(momentum=0.9))
+    for _, o in ((0, twin.optimizer), (1, twin.plain_optimizer)):
+        o.param_groups = [{**o.param_groups[0], "lr": 0.03}]
+    twin.train(lambda m, r: m(ones(r, 2, 5)).square().mean(), 2)
+    twin.check()
+    with raises_at_once(dear.ScheduleError, r"load_state_dict\(\)"):
+        twin.optimizer.state = {}
