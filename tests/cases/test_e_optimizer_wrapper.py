@@ -467,6 +467,7 @@ def test_case_042_helpers_for_checkpoints_take_no_hidden_step() -> None:
 
     twin = Twin(TwoLayers(), made(optim.Adam, lr=0.1, eps=0.01))
     twin.train(lambda m, r: m(ones(r, 2, 5)).square().mean(), 2)
+    twin.zero_grad()
     states = [get_optimizer_state_dict(twin.model, twin.optimizer) for _ in range(2)]
     expected = get_optimizer_state_dict(twin.plain, twin.plain_optimizer)
     for state in states:
