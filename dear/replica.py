@@ -83,6 +83,7 @@ class Replica:
     reduced: set[int] = field(init=False, default_factory=set)  # buckets reduced since somebody cleared this
     late_buckets: set[int] = field(init=False, default_factory=set)  # of the last agreement, once it is reached
     _kept_and_cleared: dict[int, int] = field(init=False, default_factory=dict)  # since the ranks last told each other
+    _first_part: dict[int, int] = field(init=False, default_factory=dict)  # of a parameter, in the order of reductions
     _last_part: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ class Replica:
         for op in self.schedule.ops:  # the parts of a split tensor leave one after the other
             if op.kind.is_reduction:
                 for slot in self.plan.buckets[op.bucket].slots:
+                    self._first_part.setdefault(slot.param, op.bucket)
                     self._last_part[slot.param] = op.bucket
 
     def launch(self, op: Op) -> None:
@@ -187,7 +189,8 @@ class Replica:
         for index, code in self._kept_and_cleared.items():
             told[num_buckets + index], told[num_buckets + num_params + index] = code, 3 - code
         self._kept_and_cleared.clear()
-        grads = {index: self._take_gradients(self.buckets[index]) for index in late}
+        in_order = [op.bucket for op in self.schedule.ops if op.kind.is_reduction and op.bucket in late]
+        grads = {index: self._take_gradients(self.buckets[index]) for index in in_order}
         if any(tracked.whole is not None for tracked in self.tracked):  # averages that stand where others add to theirs
             for bucket in self.buckets:
                 grads.setdefault(bucket.index, self._standing_averages(bucket))
@@ -318,10 +321,13 @@ class Replica:
             for slot in bucket.layout.slots:
                 tracked = self.tracked[slot.param]
                 in_flight = tracked.in_flight
-                local = tracked.whole if tracked.holds_average() else in_flight.local
+                if self._first_part[slot.param] == bucket.index:  # what comes from now on is late for every part
+                    tracked.leaving = tracked.whole if tracked.holds_average() else in_flight.local
+                    in_flight.local = None
+                local = tracked.leaving
                 grads.append(None if local is None else tracked.in_memory_order(local))
                 if self._last_part[slot.param] == bucket.index:
-                    in_flight.local, in_flight.zeroed, tracked.retained = None, False, True
+                    tracked.leaving, in_flight.zeroed, tracked.retained = None, False, True
                     tracked.param.grad = in_flight
         return grads
 
@@ -409,8 +415,7 @@ def settle_gradient(tracked: TrackedParameter) -> None:
     if grad is in_flight:
         return
     tracked.retained = in_flight.zeroed = False
-    in_flight.local = None
-    tracked.whole = None
+    in_flight.local = tracked.whole = tracked.leaving = None
     # a gradient that others could see may be their memory, which they are free to use again after step()
     in_flight.local = None if grad is None else local_gradient(grad).clone()
     if grad is not None:

@@ -81,12 +81,13 @@ class Scheduler:
         return any(self._reduced[bucket] for bucket in self.buckets_of[param])
 
     def mark_late(self, param: int) -> None:
-        """A gradient came again or was assigned by hand: it needs a further round if its bucket has left.
+        """A gradient came again or was assigned by hand: it needs a further round if any part of it has left.
 
         Raises ScheduleError if the bucket has been stepped with the gradient that it had.
         """
         self.check_not_stepped(param)
-        self.late.update(bucket for bucket in self.buckets_of[param] if self._reduced[bucket])
+        if self.is_reduced(param):
+            self.late.update(self.buckets_of[param])
 
     def check_not_stepped(self, param: int) -> None:
         """Raises ScheduleError if this parameter was stepped already, which only some schedules do before step()."""

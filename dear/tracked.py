@@ -29,6 +29,7 @@ class TrackedParameter:
     strides: tuple[int, ...] = ()
     _order: tuple[int, ...] | None = None  # permutation of dimensions that makes these strides row-major
     retained: bool = False  # an averaged gradient of it stands in the reduced shard
+    leaving: torch.Tensor | None = None  # the gradient of which some parts have left and others have not
     whole: torch.Tensor | None = None  # the averaged gradient, where it was gathered and put into p.grad
     whole_version: int = 0  # of that tensor when it was last ours
 
