@@ -160,6 +160,40 @@ def test_case_013_applied_twice_with_two_backwards(fusion: Any) -> None:
     twin.check(exact=False)
 
 
+class Split(nn.Module):
+    """`wide` is split over several small buckets; the last of them waits for `rare`, which is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.rare = nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, use_rare: bool) -> Tensor:
+        y = (self.wide * x.mean() * torch.arange(40)).square().mean() / 100
+        return y + (self.rare * x.mean()).sum() if use_rare else y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["all_used", "last_part_waits", "assigned", "forgotten", "three"])
+@pytest.mark.parametrize("kind", ["shards", "whole"])
+def test_case_013_a_tensor_split_over_buckets_with_several_backwards(how: str, kind: str) -> None:
+    """Neighbour: each part of a split tensor gets every contribution once."""
+    for num_elements in (9, 16, 23):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"shard": False} if kind == "whole" else {}
+        twin = Twin(Split(), sgd(momentum=0.9), fusion=num_elements * 4 / 2**20, **options)
+        for step in range(4):
+            twin.zero_grad()
+            for k in range(3 if how == "three" else 2):
+                twin.backward(lambda m, r, k=k: m(ones(r) + k, how != "last_part_waits"))
+                if k == 0 and step and how in ("assigned", "forgotten"):
+                    for m in (twin.model, twin.plain):
+                        m.wide.grad = torch.full((40,), 0.5) if how == "assigned" else None
+            twin.step()
+        assert len(twin.optimizer.plan.buckets) > 2
+        twin.check(exact=False)
+        twin.optimizer.close()
+
+
 @on_ranks(2)
 def test_case_014_pytorch_81296_reentrant_checkpoint_and_direct_use(fusion: Any) -> None:
     """Also deepspeedai/DeepSpeed#988: both contributions count."""
