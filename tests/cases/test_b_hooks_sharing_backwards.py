@@ -173,7 +173,7 @@ class Split(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["all_used", "last_part_waits", "assigned", "forgotten", "three"])
+@pytest.mark.parametrize("how", ["all_used", "last_part_waits", "assigned", "forgotten", "zeros", "zeros_waiting", "three"])
 @pytest.mark.parametrize("kind", ["shards", "whole"])
 def test_case_013_a_tensor_split_over_buckets_with_several_backwards(how: str, kind: str) -> None:
     """Neighbour: each part of a split tensor gets every contribution once."""
@@ -184,7 +184,9 @@ def test_case_013_a_tensor_split_over_buckets_with_several_backwards(how: str, k
         for step in range(4):
             twin.zero_grad()
             for k in range(3 if how == "three" else 2):
-                twin.backward(lambda m, r, k=k: m(ones(r) + k, how != "last_part_waits"))
+                twin.backward(lambda m, r, k=k: m(ones(r) + k, not how.endswith(("waits", "waiting"))))
+                if k == 0 and how.startswith("zeros"):
+                    twin.both(lambda m, _: m.zero_grad(set_to_none=False))
                 if k == 0 and step and how in ("assigned", "forgotten"):
                     for m in (twin.model, twin.plain):
                         m.wide.grad = torch.full((40,), 0.5) if how == "assigned" else None
