@@ -318,6 +318,18 @@ def test_a_blocking_call_is_ordered_on_both_sides(detector, streams):
     assert detector.races() == [] and value.tolist() == [3] * 4
 
 
+def test_events_are_no_spans_of_a_trace(streams):
+    streams.trace.enabled = True
+    event = streams.new_event()
+    streams.pack.run("pack[0]", lambda: None)
+    streams.pack.record(event)
+    streams.communication.wait(event)
+    streams.communication.run("reduce_scatter[0]", lambda: None)
+    waited(streams, streams.communication)
+    spans = [(span.lane, span.name) for span in streams.trace.take()]
+    assert spans == [("pack", "pack[0]"), ("communication", "reduce_scatter[0]")]
+
+
 def test_an_error_after_the_launch_is_raised_by_later_waits(streams):
     event = streams.new_event()
     streams.communication.record(event)

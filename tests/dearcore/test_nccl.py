@@ -466,6 +466,14 @@ def test_a_connection_that_never_comes_is_an_error():
         NcclGroup(library, HashStore(), 0, 1, CPU, CpuStream("c", Trace()), LocalCommunicator(), limit, False)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_what_the_real_library_says_without_a_gpu():
+    real = pytest.importorskip("cupy.cuda.nccl", reason="CuPy is not installed")
+    limit = timedelta(seconds=LIMIT_S)
+    with pytest.raises(CommunicatorError, match=r"rank 0 of 1: NCCL could not connect on cpu: NCCL_ERROR_\w+"):
+        NcclGroup(real, HashStore(), 0, 1, CPU, CpuStream("c", Trace()), LocalCommunicator(), limit, False)
+
+
 def test_close_destroys_when_all_have_drained(make_ranks):
     ranks = make_ranks(2)
     ranks.close()
