@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -31,7 +32,7 @@ class Event(Protocol):
 
 class Stream(Protocol):
     def run(self, name: str, work: Callable[[], None]) -> None:
-        """Enqueues `work`; `name` labels it in traces, as in `reduce_scatter[3]`."""
+        """Enqueues `work`; `name` labels it in traces, as in `reduce_scatter[3]`. "" leaves it out of them."""
 
     def record(self, event: Event) -> None: ...
 
@@ -189,7 +190,7 @@ class CpuStream:
     def _guarded(self, name: str, work: Callable[[], None]) -> None:
         if self._worker.error is None:
             try:
-                with self._trace.span(self.name, name), torch.no_grad():
+                with self._trace.span(self.name, name) if name else contextlib.nullcontext(), torch.no_grad():
                     work()
             except BaseException as error:  # handed to whoever waits for it
                 self._worker.error = error

@@ -119,7 +119,7 @@ class CudaWorkerStream:
         flag = event._flag = Flag()
         cuda = event._cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event._worker = self._worker
-        self._worker.run("record", lambda: cuda.record(self.cuda))
+        self._worker.run("", lambda: cuda.record(self.cuda))
         self._worker.set_when_reached(flag)
 
     def wait(self, event: Event) -> None:
@@ -127,13 +127,13 @@ class CudaWorkerStream:
         flag, cuda = event._flag, event._cuda
         if flag is not ALREADY_TRUE:
             self._worker.wait_flag(flag)
-            self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
+            self._worker.run("", lambda: self.cuda.wait_event(cuda))
 
     def wait_for_stream(self, stream: Any) -> None:
         """Waits for what a CUDA stream that is not ours has been given so far."""
         cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
         cuda.record(stream)
-        self._worker.run("wait", lambda: self.cuda.wait_event(cuda))
+        self._worker.run("", lambda: self.cuda.wait_event(cuda))
 
     def wait_current(self) -> None:
         """Waits for what the caller's current stream has been given so far."""

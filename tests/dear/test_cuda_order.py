@@ -13,6 +13,7 @@ from dear.engine import Engine
 from dear.foreign import ForeignCollectives
 from dear.options import Options
 from dear.planning import make_plan_and_schedule
+from dearcore.errors import CommunicatorError
 from dearcore.layout import ParamSpec, plan_unfused
 from dearcore.schedule import After, Op, OpKind, Schedule
 from dearcore.streams import BlockingStream, CudaWorkerStream, Streams
@@ -222,6 +223,26 @@ def test_collectives_come_in_the_order_of_the_schedule(monkeypatch):
             assert [name for name in labels if "[" in name] == buckets * (STEPS + 1)
 
 
+def test_a_collective_that_never_ends_is_an_error_where_its_weights_are_touched(monkeypatch):
+    def work(world):
+        model = make_model()
+        engine = Engine(make_optimizer("sgd", model), model, options(), world, (0, 1))
+        loss_of(model, batch(world.rank, 0)).backward()
+        engine.step()
+        loss_of(model, batch(world.rank, 1)).backward()
+        library.stuck.add("allGather")
+        engine.step()
+        with pytest.raises(CommunicatorError) as error:
+            model(batch(world.rank, 2))
+        engine.close()
+        return str(error.value), world.group.comm.ended
+
+    with gpu_ranks(monkeypatch, 2, timeout_s=2.0) as (_, library, run):
+        for rank, (message, ended) in enumerate(run(work)):
+            assert message.startswith(f"rank {rank} of 2: all_gather[") and " in step 1 failed." in message
+            assert ended == "aborted"
+
+
 def test_several_optimizers_share_one_stream_and_one_order(monkeypatch):
     def work(world):
         first, second = make_model(), make_model()
@@ -316,6 +337,18 @@ def test_a_blocking_call_is_ordered_on_both_sides(detector, streams):
     with detector.working("after"):
         value.add_(1)
     assert detector.races() == [] and value.tolist() == [3] * 4
+
+
+def test_events_are_no_spans_of_a_trace(streams):
+    streams.trace.enabled = True
+    event = streams.new_event()
+    streams.pack.run("pack[0]", lambda: None)
+    streams.pack.record(event)
+    streams.communication.wait(event)
+    streams.communication.run("reduce_scatter[0]", lambda: None)
+    waited(streams, streams.communication)
+    spans = [(span.lane, span.name) for span in streams.trace.take()]
+    assert spans == [("pack", "pack[0]"), ("communication", "reduce_scatter[0]")]
 
 
 def test_an_error_after_the_launch_is_raised_by_later_waits(streams):

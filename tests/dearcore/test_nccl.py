@@ -206,6 +206,27 @@ def test_the_deterministic_sum_is_in_rank_order(make_ranks):
     assert all(call.group == 1 for call in ranks.library.calls)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+def test_the_deterministic_sum_is_gloos_bit_for_bit(make_ranks, size, wire):
+    ranks = make_ranks(size, deterministic=True)
+    flats = [torch.randn(7 * size).mul(10.0 ** torch.randint(-4, 4, (7 * size,))).to(wire) for _ in range(size)]
+
+    def work(rank):
+        communicator, group = ranks.communicators[rank], ranks.groups[rank]
+        over_nccl, over_gloo = torch.empty(7), torch.empty(7)
+
+        def start(stream):
+            communicator.start_reduce_scatter(over_nccl, flats[rank].clone(), size, stream, "reduce_scatter[0]")
+            group.control.start_reduce_scatter(over_gloo, flats[rank].clone(), size, stream, "reduce_scatter[0]")
+
+        run_on_stream(group, start)
+        return over_nccl, over_gloo
+
+    for over_nccl, over_gloo in ranks.each(work):
+        assert torch.equal(over_nccl, over_gloo)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.complex64], ids=str)
 def test_what_cannot_be_summed_can_be_moved(make_ranks, dtype):
     ranks = make_ranks(2)
@@ -464,6 +485,14 @@ def test_a_connection_that_never_comes_is_an_error():
     limit = timedelta(seconds=0.2)
     with pytest.raises(CommunicatorError, match=r"rank 0 of 1: NCCL could not connect on cpu.*NCCL_DEBUG=INFO"):
         NcclGroup(library, HashStore(), 0, 1, CPU, CpuStream("c", Trace()), LocalCommunicator(), limit, False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_what_the_real_library_says_without_a_gpu():
+    real = pytest.importorskip("cupy.cuda.nccl", reason="CuPy is not installed")
+    limit = timedelta(seconds=LIMIT_S)
+    with pytest.raises(CommunicatorError, match=r"rank 0 of 1: NCCL could not connect on cpu: NCCL_ERROR_\w+"):
+        NcclGroup(real, HashStore(), 0, 1, CPU, CpuStream("c", Trace()), LocalCommunicator(), limit, False)
 
 
 def test_close_destroys_when_all_have_drained(make_ranks):

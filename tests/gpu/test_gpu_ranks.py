@@ -103,3 +103,37 @@ def test_over_nccl_on_one_gpu(pool, monkeypatch, size, kind, deterministic):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_over_nccl_on_two_gpus(pool, kind):
     check(pool.run(train, "nccl", kind, "dear", False, size=2, init=False, timeout_s=110), kind, 2, "nccl")
+
+
+def synchronised_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(33, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Linear(16, 3)).cuda()
+
+
+def train_synchronised():
+    """SyncBatchNorm's collectives are on torch's own NCCL communicator."""
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    torch.distributed.init_process_group("nccl")
+    dear.init(backend="nccl")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(synchronised_model())
+    optimizer = dear.DistributedOptimizer(make_optimizer("sgd", model), model, fusion=0.001)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(batch(dear.rank(), step)).square().mean().backward()
+        optimizer.step()
+    weights = [p.detach().cpu() for p in model.parameters()]
+    optimizer.close()
+    return weights
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_synchronised_batch_norm_beside_our_collectives(pool):
+    model = synchronised_model()
+    optimizer = make_optimizer("sgd", model)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(torch.cat([batch(0, step), batch(1, step)])).square().mean().backward()
+        optimizer.step()
+    for weights in pool.run(train_synchronised, size=2, init=False, timeout_s=110):
+        for mine, want in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, want.detach().cpu(), rtol=1e-3, atol=1e-4)

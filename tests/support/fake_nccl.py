@@ -197,6 +197,7 @@ class _Communicator:
             entries.append((self._rank, what, sent, received))
             if name in self.library.stuck:
                 room.condition.wait_for(lambda: room.broken, WAIT_S)
+                room.broken = room.broken or f"nobody has aborted {what}"
             elif len(entries) == room.size:
                 if any(entry[1] != what for entry in entries):
                     room.broken = f"ranks differ: {sorted((entry[0], entry[1]) for entry in entries)}"

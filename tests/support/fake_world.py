@@ -29,11 +29,12 @@ class FakeWorld:
     """As much of `dearcore.rendezvous.World` as an engine asks for; one for each rank."""
 
     moves_nothing = False
-    timeout = timedelta(seconds=20)
 
-    def __init__(self, rank: int, size: int, library: FakeNccl, store: HashStore, deterministic: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, library: FakeNccl, store: HashStore, deterministic: bool, timeout_s: float
+    ) -> None:
         self.rank, self.size, self.device = rank, size, CPU
-        limit = self.timeout
+        self.timeout = limit = timedelta(seconds=timeout_s)
         control = GlooCommunicator(PrefixStore("control", store), rank, size, limit, deterministic)
         stream = CudaWorkerStream("communication", Trace(), CPU)
         args = (library, PrefixStore("nccl", store), rank, size, CPU, stream, control, limit, deterministic)
@@ -52,7 +53,7 @@ class FakeWorld:
 
 @contextmanager
 def gpu_ranks(
-    monkeypatch: Any, size: int, deterministic: bool = False
+    monkeypatch: Any, size: int, deterministic: bool = False, timeout_s: float = 20.0
 ) -> Iterator[tuple[fake_cuda.Detector, FakeNccl, Callable[[Callable[[FakeWorld], Any]], list[Any]]]]:
     """Yields the detector, the library, and `run(work)`, which calls work(world) on a thread for each rank."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -67,7 +68,7 @@ def gpu_ranks(
         def guarded(rank: int) -> None:
             try:
                 if rank not in worlds:
-                    worlds[rank] = FakeWorld(rank, size, library, store, deterministic)
+                    worlds[rank] = FakeWorld(rank, size, library, store, deterministic, timeout_s)
                 results[rank] = work(worlds[rank])
             except BaseException as error:
                 errors.append(error)
