@@ -18,6 +18,7 @@ COMMANDS = {
     "scaling": "bench.scaling",
     "report": "bench.report.cli",
     "tune": "bench.tune",
+    "accuracy": "bench.accuracy",
     "simulate": "bench.simulate.cli",
     "gpu": "bench.gpu.cli",
 }

@@ -35,7 +35,17 @@ from .launch import World
 from .methods import NONE, Method, Trainee, build, parse_methods
 from .record import Record, Target, append_json, percentiles, print_record
 
-__all__ = ["SUMMARY", "LayerProfile", "add_arguments", "bound_s", "grown_layers", "load_layers", "run"]
+__all__ = [
+    "SUMMARY",
+    "LayerProfile",
+    "add_arguments",
+    "add_model_arguments",
+    "bound_s",
+    "grown_layers",
+    "layers_of",
+    "load_layers",
+    "run",
+]
 
 SUMMARY = "a model's communication with compute replaced by timed waits, over emulated hosts"
 
@@ -332,14 +342,25 @@ def _params_equal(trainees: Sequence[Trainee]) -> list[bool]:
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_cluster_arguments(parser)
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options from which `layers_of` makes a model, for other subcommands."""
     parser.add_argument("--profile", metavar="FILE", help="layers from a JSON file instead of the next five options")
     parser.add_argument("--layers", type=int, default=50)
     parser.add_argument("--mb", type=float, default=40.0, help="all parameters, 10^6 bytes (40)")
     parser.add_argument("--growth", type=float, default=1.06, help="of each layer over the one before it (1.06)")
     parser.add_argument("--tf", type=float, default=0.15, help="forward time in seconds (0.15)")
     parser.add_argument("--tb", type=float, default=0.30, help="backward time in seconds (0.30)")
+
+
+def layers_of(args: argparse.Namespace) -> list[LayerProfile]:
+    if args.profile:
+        return load_layers(args.profile)
+    return grown_layers(args.layers, args.mb, args.tf, args.tb, args.growth)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_cluster_arguments(parser)
+    add_model_arguments(parser)
     parser.add_argument("--methods", default="ddp,ddp-best,fsdp2,dear", help="comma-separated; see bench/methods.py")
     parser.add_argument("--iterations", type=int, default=10, help="timed iterations a block (10)")
     parser.add_argument("--blocks", type=int, default=2, help="blocks a method, in turn with the others' (2)")
@@ -350,10 +371,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         methods = parse_methods(args.methods)
-        layers = load_layers(args.profile) if args.profile else None
+        layers = layers_of(args)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    layers = layers or grown_layers(args.layers, args.mb, args.tf, args.tb, args.growth)
     with cluster_of(args) as cluster:
         described = cluster.describe()
         by_rank: list[RankResult] = cluster.run_ranks(

@@ -68,6 +68,7 @@ class Recorder:
         ]
         self._iterations: list[_Iteration] = []
         self._now: _Iteration | None = None
+        self._was_traced = False  # a compiler has met a gate
         self._handle: Any = None
         if not _may_be_traced(model):
             self._handle = model.register_forward_hook(_forward_hook(self._forward_ended))
@@ -78,7 +79,7 @@ class Recorder:
         hidden = {*eager, *compiled_params(self._model)}
         self._now = _Iteration(self._streams.new_stamp())
         for tracked, gate in zip(self._tracked, self._gates, strict=True):
-            if id(tracked.param) not in hidden and not gate.compiler_touched:
+            if id(tracked.param) not in hidden and not self._was_traced:
                 gate.arm()
 
     def grad_arrived(self, index: int) -> None:
@@ -89,7 +90,9 @@ class Recorder:
     def end_iteration(self) -> None:
         iteration, self._now = self._now, None
         self.release()
-        if iteration is not None:
+        if not self._was_traced and any(gate.compiler_touched for gate in self._gates):
+            self._was_traced = True  # the model is compiled somewhere: this took seconds, and must not happen again
+        elif iteration is not None:
             self._iterations.append(iteration)
 
     def release(self) -> None:
@@ -98,7 +101,8 @@ class Recorder:
             gate.wait()
 
     def add_launch(self, seconds: float) -> None:
-        self._iterations[-1].launch_s = seconds
+        if self._iterations:
+            self._iterations[-1].launch_s = seconds
 
     def close(self) -> None:
         self.end_iteration()

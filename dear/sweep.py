@@ -17,8 +17,8 @@ from dearcore.streams import Streams
 __all__ = ["Links", "measure_links"]
 
 KIB = 1024
-SIZES_KIB = (16, 128, 1024, 8192)
-BATCH_BYTES = 8192 * KIB  # small collectives are started one after the other, as training does, and timed together
+SIZES_KIB = (16, 128, 1024, 4096)
+BATCH_BYTES = 4096 * KIB  # small collectives are started one after the other, as training does, and timed together
 MAX_BATCH = 4
 ROUNDS = 3
 

@@ -181,3 +181,23 @@ def test_compiled_parameters_are_needed_when_the_forward_begins() -> None:
     assert names.index("last.weight") < names.index("functional.weight")
     assert layers["last.bias"].backward_s == 6.5
     assert sum(layer.forward_s for layer in layers.values()) == 6.0
+
+
+def test_an_iteration_in_which_a_compiler_worked_is_left_out() -> None:
+    """It met the gates, which therefore stay away from then on: all parameters are needed when the forward begins."""
+
+    def iterate(model: nn.Module, recorder: Recorder, number: int) -> None:
+        assert (type(next(model.parameters())) is nn.Parameter) == (number > 0)
+        model(torch.ones(3))
+        if number == 0:
+            recorder._gates[0].compiler_touched = True
+            model.clock.now_s += 1000.0  # type: ignore[operator,union-attr]
+        _backward(recorder, model.clock, tracked_of[0])  # type: ignore[arg-type]
+
+    tracked_of: list[Any] = [_tracked(Net(Clock()))]
+    times, tracked, _ = _record(iterate)
+    layers = _layers(times, tracked)
+    assert sum(layer.forward_s for layer in layers) == 7.0 + 6.0  # loading data cannot be told from the forward
+    assert {layer.fqn: layer.backward_s for layer in layers if layer.backward_s} == pytest.approx(
+        {"last.bias": 6.5, "functional.bias": 4.0, "first.bias": 2.0}
+    )

@@ -6,6 +6,7 @@ Cannot see: whether a measured time is right.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,3 +196,12 @@ def test_shapes_alone_make_a_profile_without_times() -> None:
     assert (profile.tf_s, profile.tb_s, profile.tc_s, profile.num_bytes) == (0, 0, 0, 72)
     assert profile.specs() == params
     assert uniform(3, 1.0, 2.0, 1.0).scaled_compute(2.0).tb_s == pytest.approx(4.0)
+
+
+def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
+    profile = uniform(3, 1e-3, 2e-3, 4e-3)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ArgumentError, match=r"other\.json: expected the JSON of a profile"):
+        Profile.load(tmp_path / "other.json")

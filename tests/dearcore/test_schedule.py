@@ -85,3 +85,17 @@ def test_a_bucket_that_is_cut_into_shards_cannot_be_reduced_whole() -> None:
     plan = plan_of(1, num_shards=2)
     with pytest.raises(ArgumentError, match=r"reduces bucket 0 whole.*2 shards"):
         plan_all_reduce(plan, "ddp", step=True).check_fits(plan)
+
+
+def test_a_schedule_survives_json() -> None:
+    for schedule in (plan_dear(plan_of(3)), plan_all_reduce(plan_of(2, 1), "ddp", step=True)):
+        assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"name": "x", "ops": [["fly", 0, "done"]]}', '{"name": "x", "ops": [["step", 0]]}'],
+)
+def test_other_json_is_no_schedule(text: str) -> None:
+    with pytest.raises(ArgumentError, match="expected the JSON of a schedule"):
+        Schedule.from_json(text)

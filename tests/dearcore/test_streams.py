@@ -315,3 +315,15 @@ def test_inline_stream_runs_at_once(new_stream: Callable[[], CpuStream]) -> None
     inline.record(event)
     inline.close()
     assert seen == ["stream", False]
+
+
+def test_a_listener_hears_of_spans_that_nobody_collects() -> None:
+    trace = Trace()
+    heard: list[str] = []
+    trace.listener = lambda span: heard.append(span.name)
+    with trace.span("step", "step[1]"):
+        pass
+    trace.listener = None
+    with trace.span("step", "step[2]"):
+        pass
+    assert heard == ["step[1]"] and not trace.take()
