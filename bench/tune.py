@@ -20,7 +20,7 @@ from dearcore.schedule import plan_dear
 
 from .cluster import Cluster
 from .launch import World
-from .record import Record, Target, append_json, print_record
+from .record import Record, Target, append_json, format_table, print_record
 from .replanned import Planned, Replanned, interleaved_s
 from .replay import LayerProfile, grown_layers
 from .simulate.networks import load_profile
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             )
         rows.append(_row(name, PAIRS[name].rate, layers, results[0]))
         details[name] = _details(results[0])
-        print(f"{name}, {described}: {results[0].tuning}", flush=True)
+        print(f"{name}, {described}: {results[0].tuning}\n{format_table(rows[-1:])}", flush=True)
     targets = [Target(f"{row['pair']}: chosen / best of the grid", row["over_grid"], LIMIT) for row in rows]
     settings = {"hosts": args.hosts, "points": args.points, "iterations": args.iterations, "blocks": args.blocks}
     settings["final"] = args.final

@@ -354,6 +354,7 @@ class Engine:
         self.replica.inherit_gates(old)
         self.log.plan_changed()
         sent = move_shards(old, self.replica)
+        old.retire()
         self._bindings.rebind()
         return sent
 

@@ -28,7 +28,7 @@ __all__ = ["MAX_TRIALS", "Candidate", "Point", "Range", "Tuner", "check_installe
 MAX_TRIALS = 15
 NUM_CONFIRMED = 4  # of them: what is best so far, measured again
 IMPROVEMENT = 0.005  # of the iteration: `xi` of the expected improvement
-CLOSE = 1.05  # candidates within this factor of the best are measured again
+CLOSE = 1.1  # candidates within this factor of the best are measured again
 MAX_REPEATS = 3  # proposals in a row that are known already: the search is over
 EXTRA = "bayesian-optimization is not installed, which fusion='auto' needs: pip install 'dear-pytorch[tune]'"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -240,6 +242,29 @@ def test_only_what_changes_its_owner_is_sent(pool: RankPool, zeroed: bool) -> No
     for sent, lost in pool.run(_bytes_moved, zeroed, size=3):
         assert lost > 100
         assert sent == lost * 4 * (1 if zeroed else 2)
+
+
+def _what_is_left() -> list[bool]:
+    run = _Run(OddMLP(), ADAM, True)
+    run.backward(0)
+    run.optimizer.step()
+    gc.collect()
+    gc.disable()  # which would find the rest some day
+    try:
+        engine = run.optimizer._engine
+        old = [weakref.ref(bucket) for bucket in engine.replica.buckets]
+        old += [weakref.ref(bucket._pool) for bucket in engine.replica.buckets]
+        run.replan()
+        return [reference() is not None for reference in old]
+    finally:
+        gc.enable()
+        run.optimizer.close()
+
+
+def test_the_old_plans_memory_is_free_at_once(pool: RankPool) -> None:
+    """However often plans change, there is one layout, and for a moment two."""
+    for left in pool.run(_what_is_left, size=2):
+        assert left and not any(left)
 
 
 def _in_mid_backward() -> None:
