@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dear.adaptation import tuned_range
+from dear.planning import sized_mib
 from dear.stats import Tuning
 from dearcore.layout import plan_threshold
 from dearcore.schedule import plan_dear
@@ -98,7 +99,7 @@ def _rank(
                 known[plan[0].buckets] = replanned.times_s(plan, iterations)
         medians = {mib: statistics.median(known[planned(mib)[0].buckets]) for mib in sizes}
         winner_mib = min(medians, key=lambda mib: medians[mib])
-        finalists = [chosen, planned(winner_mib), planned(25.0)]
+        finalists = [chosen, planned(winner_mib), planned(sized_mib(sum(spec.num_bytes for spec in params)))]
         chosen_s, winner_s, default_s = interleaved_s(replanned, finalists, blocks, final)
         grid = [(mib, len(planned(mib)[0].buckets), medians[mib]) for mib in sizes]
         return _Result(tuning, grid, winner_mib, chosen_s, winner_s, default_s)

@@ -267,6 +267,8 @@ def _first_ranks(engine: Engine, make: Callable[[], Any]) -> Any:
             made = make(), None
         except DearError as error:
             made = None, error
+        except Exception as error:  # the others wait for an answer
+            made = None, ScheduleError(f"rank 0 could not choose a plan: {type(error).__name__}: {error}")
     result, problem = engine.gather_objects(made)[0]
     if problem is not None:
         raise problem

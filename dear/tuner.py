@@ -6,7 +6,8 @@
     tuner.best().key
 
 Trials go in three parts: the guesses; then points that a Gaussian process expects to improve on the best (Snoek et al.,
-arXiv 1206.2944); then the best two or three once more, in turn, since what is chosen should not have been lucky.
+arXiv 1206.2944), and sizes beside the best where it has no new ones; then the best two or three once more, in turn,
+since what is chosen should not have been lucky.
 Points that come to the same plan are one candidate.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
 import statistics
 import warnings
@@ -29,7 +31,8 @@ MAX_TRIALS = 15
 NUM_CONFIRMED = 4  # of them: what is best so far, measured again
 IMPROVEMENT = 0.005  # of the iteration: `xi` of the expected improvement
 CLOSE = 1.1  # candidates within this factor of the best are measured again
-MAX_REPEATS = 3  # proposals in a row that are known already: the search is over
+MAX_REPEATS = 3  # proposals in a row that are known already: look beside the best instead
+GAP = 0.2  # of the sizes' logarithm (base 2): closer ones are not told apart
 EXTRA = "bayesian-optimization is not installed, which fusion='auto' needs: pip install 'dear-pytorch[tune]'"
 
 
@@ -87,6 +90,7 @@ class Tuner:
             allow_duplicate_points=True,
         )
         self._optimizer.set_gp_params(alpha=1e-4)  # times of one plan differ by about a hundredth
+        self._sizes: set[float] = set()  # logarithms of those that were tried, or found to come to a known plan
         self._registered: set[tuple[float, ...]] = set()
         self.candidates: dict[Hashable, Candidate] = {}
         self.num_trials = 0
@@ -99,9 +103,10 @@ class Tuner:
             return None
         if self._guesses:
             return self._guesses.pop(0)
-        num_left = self._max_trials - self.num_trials
-        if num_left > NUM_CONFIRMED - self._num_confirmed and self._num_repeats < MAX_REPEATS and not self._is_point:
-            return self._suggested()
+        if not self._num_confirmed and self._max_trials - self.num_trials > NUM_CONFIRMED:
+            point = self._suggested() if self._num_repeats < MAX_REPEATS else self._beside_the_best()
+            if point is not None:
+                return point
         return self._to_confirm()
 
     def observe(self, key: Hashable, times_s: Sequence[float], point: Point | None = None) -> None:
@@ -124,10 +129,6 @@ class Tuner:
     def best(self) -> Candidate:
         return min(self.candidates.values(), key=lambda candidate: candidate.best_s)
 
-    @property
-    def _is_point(self) -> bool:
-        return self._range.low_mib == self._range.high_mib and not self._range.with_density
-
     def _suggested(self) -> Point:
         with warnings.catch_warnings():  # of a fit at the border of its parameters
             warnings.simplefilter("ignore")
@@ -135,12 +136,29 @@ class Tuner:
         density = float(found["density"]) if self._range.with_density else None
         return Point(min(max(2.0 ** float(found["log2_mib"]), self._range.low_mib), self._range.high_mib), density)
 
+    def _beside_the_best(self) -> Point | None:
+        """The middle of the wider gap between the best size and those around it; None if there is no gap left."""
+        sized = [c for c in self.candidates.values() if c.point is not None]
+        if not sized:
+            return None
+        best = min(sized, key=lambda candidate: candidate.best_s).point
+        assert best is not None
+        ends = {math.log2(self._range.low_mib), math.log2(self._range.high_mib)}
+        tried = sorted(self._sizes | ends)
+        at = tried.index(self._size(best))
+        around = tried[max(at - 1, 0) : at + 2]
+        width, middle = max((right - left, (left + right) / 2) for left, right in itertools.pairwise(around))
+        return Point(2.0**middle, best.density) if width > GAP else None
+
+    def _size(self, point: Point) -> float:
+        return math.log2(min(max(point.mib, self._range.low_mib), self._range.high_mib))
+
     def _register(self, point: Point | None, iteration_s: float) -> None:
         """The target is the logarithm of the speed, so that a hundredth means the same everywhere."""
         if point is None:
             return
-        mib = min(max(point.mib, self._range.low_mib), self._range.high_mib)
-        params = {"log2_mib": math.log2(mib)}
+        params = {"log2_mib": self._size(point)}
+        self._sizes.add(params["log2_mib"])
         if self._range.with_density:
             params["density"] = 0.0 if point.density is None else point.density
         at = tuple(round(value, 6) for value in params.values())

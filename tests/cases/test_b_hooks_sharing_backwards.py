@@ -173,7 +173,9 @@ class Split(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["all_used", "last_part_waits", "assigned", "forgotten", "zeros", "zeros_waiting", "three"])
+@pytest.mark.parametrize(
+    "how", ["all_used", "last_part_waits", "assigned", "forgotten", "zeros", "zeros_waiting", "three"]
+)
 @pytest.mark.parametrize("kind", ["shards", "whole"])
 def test_case_013_a_tensor_split_over_buckets_with_several_backwards(how: str, kind: str) -> None:
     """Neighbour: each part of a split tensor gets every contribution once."""

@@ -110,6 +110,14 @@ def test_a_plan_is_measured_once_and_the_best_again() -> None:
     assert len(keys) < MAX_TRIALS
 
 
+def test_a_model_of_one_bucket_is_tuned_at_once() -> None:
+    tuner = Tuner(Range(0.01, 0.1), [Point(0.1), Point(0.01)])
+    tuner.observe("merged", [0.1] * 5)
+    while (proposal := tuner.propose()) is not None:
+        assert isinstance(proposal, Point) and tuner.knows(proposal, "merged")
+    assert tuner.num_trials == 1 and tuner.best().key == "merged"
+
+
 @pytest.mark.parametrize(("mib", "low", "high"), [(1000, 1.0, 256.0), (38, 1.0, 38.0), (4, 0.25, 4.0)])
 def test_buckets_are_never_larger_than_the_model(mib: float, low: float, high: float) -> None:
     assert tuned_range(mib * MIB) == Range(low, high)

@@ -46,6 +46,14 @@ def _twice_a_step(trainer: Trainer) -> None:
         trainer.step()
 
 
+def _two_passes(trainer: Trainer) -> None:
+    for index in range(0, trainer.num_batches, 2):
+        trainer.zero_grad()
+        trainer.backward(index)
+        trainer.backward(index + 1)
+        trainer.step()
+
+
 def _clipping(trainer: Trainer) -> None:
     for index in range(trainer.num_batches):
         trainer.zero_grad()
@@ -62,6 +70,8 @@ def test_plans_from_measured_times_train_as_plain_pytorch(pool: RankPool, size: 
     }
     if size == 2:
         cases["no_sync"] = Case(OddMLP(), SGD, _twice_a_step, MEASURED["merge"], num_steps=14)
+        accumulating = {"fusion": "merge", "accumulate": 2}
+        cases["accumulate"] = Case(OddMLP(), SGD, _two_passes, accumulating, num_steps=14)
         cases["clipping"] = Case(OddMLP(), SGD, _clipping, MEASURED["merge"], num_steps=7)
         whole = optimizer_of(LayerwiseSGD)
         cases["an optimizer of its own"] = Case(OddMLP(), whole, plain_steps, MEASURED["merge"], num_steps=7)
