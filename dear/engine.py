@@ -62,7 +62,6 @@ class Engine:
         this = weakref.ref(self)  # parameters must not keep us alive
         self.tracked = track(optimizer, model, functools.partial(hooks.unscale, this))
         self.closed = self.local_only = self._was_local = self._unscaled = self._stepped = False
-        self.forward_begun = False  # since the last zero_grad, as far as gates have heard
         check_unclaimed(self.tracked)
         self.trace = Trace()
         self.log = WaitLog(self.trace)
@@ -239,17 +238,15 @@ class Engine:
         scheduler = self.replica.scheduler
         if set_to_none:
             self._forget_all()
-        broken_off = scheduler.has_begun or (self.forward_begun and not self._stepped)
-        if not scheduler.observing and broken_off:
-            if self.announcer.active or self._any_has_begun():
-                scheduler.launch_reductions()
-                self.replica.discard_early()
-            self.replica.arm()  # to hear when the next forward begins
+        unfinished = not scheduler.observing and (scheduler.has_begun or not self._stepped)
+        if unfinished and self._any_has_begun():
+            scheduler.launch_reductions()
+            self.replica.discard_early()
         self.announcer.say(Call.ZERO_GRAD, set_to_none)
         self.begin_anew(set_to_none)
 
     def begin_anew(self, set_to_none: bool) -> None:
-        self._stepped = self.forward_begun = False
+        self._stepped = False
         self.replica.start_over()
         self._forget_passes()
         if set_to_none:
@@ -262,11 +259,13 @@ class Engine:
                     tracked.whole = None
 
     def _any_has_begun(self) -> bool:
-        """Asked where a forward came to no step: what an exception has cut short may be an iteration that other ranks
-        have begun. A rank that has begun knows the answer, and waits for nobody.
+        """Asked where no step was made since the last `zero_grad`: what an exception has cut short may be an iteration
+        that other ranks have begun. A rank that has begun knows the answer, and waits for nobody.
         """
-        self._num_broken_off += 1
         begun = self.replica.scheduler.has_begun
+        if self.announcer.active:
+            return begun
+        self._num_broken_off += 1
         self.peers.post(self._num_broken_off, begun)
         return begun or any(self.peers.collect(self._num_broken_off, self._timeout))
 
@@ -375,7 +374,7 @@ class Engine:
             self.streams,
             self._doors,
             Numerics(options.reduce_dtype, options.master_dtype if options.sharded else None),
-            functools.partial(hooks.touched, weakref.ref(self), self.log),
+            self.log.waited,
             functools.partial(snapshot_hyper, self.optimizer),
             self.announcer,
             observing,

@@ -16,7 +16,7 @@ from .stats import WaitLog
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["activity", "broadcast_buffers", "remove", "ring", "touched", "unscale"]
+__all__ = ["activity", "broadcast_buffers", "remove", "ring", "unscale"]
 
 
 def ring(this: weakref.ref[Engine], index: int, param: nn.Parameter) -> None:
@@ -40,14 +40,6 @@ def broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> N
     if engine is not None and module.training and torch.is_grad_enabled():
         heard = engine.announcer.ask(Call.BUFFERS)
         engine.broadcast_buffers(0 if heard is None else heard.leader)
-
-
-def touched(this: weakref.ref[Engine], log: WaitLog, buckets: tuple[int, ...], name: str, waited_s: float) -> None:
-    """Somebody has used a parameter for the first time since it was stepped."""
-    log.waited(buckets, name, waited_s)
-    engine = this()
-    if engine is not None and torch.is_grad_enabled():
-        engine.forward_begun = True
 
 
 def activity(this: weakref.ref[Engine], log: WaitLog) -> Activity:

@@ -94,8 +94,7 @@ def save_all(names: list[str], folder: str, asynchronously: bool) -> dict[str, A
         path = f"{folder}/{name}"
         if asynchronously:
             saving = dcp.async_save(state, checkpoint_id=path)
-            if "model" in state:  # what is trained meanwhile must not reach the checkpoint
-                train(model, optimizer, batches_of(model, world_size(), 2)[rank()])
+            train(model, optimizer, batches_of(model, world_size(), 2)[rank()])  # must not reach the checkpoint
             saving.result()
         else:
             dcp.save(state, checkpoint_id=path)
@@ -141,9 +140,7 @@ def going_on(name: str, saved: Any, num_ranks: int) -> dict[str, Tensor]:
     return run_plainly(case)[0].parameters
 
 
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on", "asynchronously"), [(2, 3, False), (4, 1, False), (1, 2, True), (2, 2, True)]
-)
+@pytest.mark.parametrize(("saved_on", "loaded_on", "asynchronously"), [(2, 3, False), (4, 1, False), (1, 2, True)])
 def test_resharding(pool: RankPool, tmp_path: Path, saved_on: int, loaded_on: int, asynchronously: bool) -> None:
     names = list(CASES)
     saved = pool.run(save_all, names, str(tmp_path), asynchronously, size=saved_on, ddp=True)[0]
