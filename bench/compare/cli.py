@@ -11,6 +11,7 @@ the ranks. JSON: one line for each method and model.
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import time
@@ -69,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
     models, methods = _checked(args)
     console = Console(width=None if Console().is_terminal else 200)
     status = 0
+    run_id = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     for model in models:
         start_s = time.monotonic()
         measure = _real_lines if args.real else replayed_lines
-        lines = measure(args, model, methods)
+        lines = [line | {"run": run_id} for line in measure(args, model, methods)]
         _show(console, lines, time.monotonic() - start_s)
         if args.json:
             with Path(args.json).open("a") as file:

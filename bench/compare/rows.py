@@ -206,9 +206,7 @@ def targets_of(lines: Sequence[Mapping[str, Any]]) -> list[Target]:
     counts = first["all_reduce_ms"] >= PART_THAT_COUNTS * first["compute_ms"]
     if counts:
         ask(best_of(lines, "fsdp2"), "fsdp2", 1 / OVER_FSDP2)
-        targets.append(
-            Target(f"bound / {who} (1 - that), {where}", 1 - ours["bound_ms"] / median_ms(ours), 1 - OF_BOUND)
-        )
+        targets.append(Target(f"1 - bound / {who}, {where}", 1 - ours["bound_ms"] / median_ms(ours), 1 - OF_BOUND))
     else:
         ask(best_of(lines, NONE), "no communication", 1 / OF_COMPUTE)
     return targets

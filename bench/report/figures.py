@@ -23,6 +23,7 @@ SCHEDULES = ("wfbp", "horovod", "mg-wfbp", "bytescheduler")
 LANE_COLORS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
+    "wait": "#d62728",
     "pack": "#969696",
     "reduce_scatter": "#fd8d3c",
     "all_reduce": "#e34a33",
@@ -30,6 +31,7 @@ LANE_COLORS = {
     "step": "#9e7fc7",
     "other": "#c49c94",
 }
+SHOWN_ITERATIONS = 1.35  # of the slowest method: what an iteration leaves to the next ends in it
 LANE_NAMES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_reduce": "all-reduce"}
 CURVES = ("#1b7837", "#762a83", "#2166ac", "#b2182b", "#e08214", "#4d4d4d", "#35978f")
 
@@ -62,7 +64,10 @@ def _speedups(ax: Axes, model: str, lines: Sequence[Line]) -> None:
         if kind not in BREAKDOWNS:
             bound = base_ms / line["bound_ms"]
             ax.plot([bound, bound], [place - 0.4, place + 0.4], color="#b2182b", linewidth=1.2)
-        ax.text(0.015, place, f"{ms['median']:.0f} ms", fontsize=6.5, va="center", transform=ax.get_yaxis_transform())
+        label, is_short = f"{ms['median']:.0f} ms", speedup < 0.25 * base_ms / median_ms(ran[-1])
+        ink = "#202020" if is_short or kind in (*SCHEDULES, *BREAKDOWNS) else "white"
+        at = base_ms / ms["p20"] if is_short else 0.0
+        ax.text(at, place, f" {label}", fontsize=6.5, va="center", color=ink)
     ax.axvline(1.0, color="#303030", linewidth=0.7, linestyle=":")
     ax.set_yticks(range(len(ran)), [line["method"] for line in ran], fontsize=7.5)
     ax.set_ylim(-0.7, len(ran) - 0.3)
@@ -75,7 +80,10 @@ def _speedups(ax: Axes, model: str, lines: Sequence[Line]) -> None:
 
 
 def draw_lanes(lines: Sequence[Line], title: str) -> Figure:
-    """Two lanes a method: what computed, and what moved (where the method can tell: those of dear's executor)."""
+    """Lanes of each method: what computed and waited for parameters, what moved, what was packed and stepped.
+
+    Only methods that dear's executor runs can tell what moves.
+    """
     shown = _lane_choice(lines)
     figure = Figure(figsize=(11.5, 0.62 * len(shown) + 1.3), layout="constrained")
     ax = figure.subplots()
@@ -84,8 +92,8 @@ def draw_lanes(lines: Sequence[Line], title: str) -> Figure:
     for place, line in enumerate(reversed(shown)):
         for lane, name, start, end in line["spans_ms"]:
             what = _what(lane, name)
-            offset = {"compute": 0.27, "step": -0.33, "pack": -0.33}.get(lane, -0.1)
-            height = 0.26 if lane == "compute" else 0.13 if lane in ("step", "pack") else 0.26
+            offset = 0.16 if what == "wait" else {"compute": 0.27, "step": -0.33, "pack": -0.33}.get(lane, -0.1)
+            height = 0.05 if what == "wait" else 0.13 if lane in ("step", "pack") else 0.2
             color = LANE_COLORS.get(what, LANE_COLORS["other"])
             bar = ax.barh(place + offset, end - start, left=start, height=height, color=color, linewidth=0)
             seen.setdefault(what, bar)
@@ -94,7 +102,7 @@ def draw_lanes(lines: Sequence[Line], title: str) -> Figure:
         ax.plot([median, median], [place - 0.42, place + 0.42], color="#303030", linewidth=1.0, linestyle="--")
     ax.set_yticks(range(len(shown)), [line["method"] for line in reversed(shown)], fontsize=8.5)
     ax.set_ylim(-0.6, len(shown) - 0.4)
-    ax.set_xlim(0, end_ms * 1.01)
+    ax.set_xlim(0, min(end_ms, SHOWN_ITERATIONS * max(median_ms(line) for line in shown)) * 1.01)
     ax.set_xlabel("ms since the start of the forward; dashed: median iteration", fontsize=8.5)
     ax.tick_params(axis="x", labelsize=8)
     order = [what for what in LANE_COLORS if what in seen]

@@ -26,7 +26,7 @@ img { max-width: 100%; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 12.5px; margin: .6em 0; }
 th, td { padding: 2px 9px; text-align: right; border-bottom: 1px solid #e3e6ea; white-space: nowrap; }
-th { background: #f4f6f8; vertical-align: bottom; } td.text, th.text { text-align: left; }
+th { background: #f4f6f8; vertical-align: bottom; } td.text, th.text, th.note { text-align: left; }
 td.note { white-space: normal; min-width: 15em; text-align: left; color: #555; }
 tr.ours td { background: #eef7ee; } .pass { color: #1b7837; } .fail { color: #b2182b; font-weight: 600; }
 .small { color: #555; font-size: 13px; }
@@ -57,9 +57,9 @@ def build_page(lines: Sequence[Line]) -> str:
     """`lines` of any order: those of compare become sections by testbed, then memory and scaling."""
     compared = [line for line in lines if line["benchmark"] == "compare"]
     parts = [f"<p>{INTRO}</p>"] if compared else []
-    for testbed in dict.fromkeys((line["testbed"], line["hosts"]) for line in compared):
-        mine = [line for line in compared if (line["testbed"], line["hosts"]) == testbed]
-        parts += _testbed(f"{testbed[0]}, {testbed[1]} ranks", mine)
+    for run in dict.fromkeys(map(_run_of, compared)):
+        mine = [line for line in compared if _run_of(line) == run]
+        parts += _testbed(f"{mine[0]['testbed']}, {mine[0]['hosts']} ranks", mine)
     memory = [line for line in lines if line["benchmark"] == "memory"]
     for record in memory:
         parts += _memory(record)
@@ -74,6 +74,11 @@ def build_page(lines: Sequence[Line]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>dear: benchmarks</title>'
         f"<style>{STYLE}</style></head><body><h1>dear: benchmarks</h1>{''.join(parts)}</body></html>\n"
     )
+
+
+def _run_of(line: Line) -> tuple[object, ...]:
+    """Lines of one run of `compare` share a section."""
+    return (line["run"], line["testbed"], line["hosts"])
 
 
 def _testbed(name: str, lines: Sequence[Line]) -> list[str]:
@@ -124,17 +129,19 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     body = []
     for row in rows:
         ours = str(row.get("method", "")).partition(":")[0] in ("dear", "dear-fill")
-        cells = "".join(f'<td class="{kinds[n]}">{_text(_cell(row.get(n)))}</td>' for n in names)
+        cells = "".join(f'<td class="{kinds[n]}">{_text(_cell(n, row.get(n)))}</td>' for n in names)
         body.append(f'<tr class="{"ours" if ours else ""}">{cells}</tr>')
     return f'<div class="wide"><table><tr>{heads}</tr>{"".join(body)}</table></div>'
 
 
-def _cell(value: object) -> str:
+def _cell(name: str, value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:,.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.{1 if name.endswith('_ms') and value >= 10 else 2}f}"
 
 
 def _targets(targets: Sequence[Target]) -> str:

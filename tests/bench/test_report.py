@@ -27,6 +27,7 @@ def line(method: str, median_ms: float, **others: Any) -> dict[str, Any]:
         "model": "resnet50",
         "testbed": "balanced",
         "hosts": 4,
+        "run": "once",
         "iteration_ms": {"median": median_ms, "p20": median_ms - 1, "p80": median_ms + 1, "num": 10},
         "compute_ms": 100.0,
         "all_reduce_ms": 133.0,
@@ -63,6 +64,7 @@ def test_page_is_whole_by_itself() -> None:
         "pass: dear / ddp",
     ):
         assert expected in page
+    assert build_page([*LINES, *(each | {"run": "again"} for each in LINES)]).count("<h2>") == 2
     assert page.count("data:image/svg+xml;base64,") == 2  # bars and lanes
     assert not re.findall(r'(?:src|href)="(?!data:)', page) and "<script" not in page
 
