@@ -243,6 +243,34 @@ def test_a_collective_that_never_ends_is_an_error_where_its_weights_are_touched(
             assert ended == "aborted"
 
 
+def test_every_gradient_is_kept_until_its_pack_is_done(monkeypatch):
+    """The caching allocator would hand its memory out again; events here say "not done" until they may."""
+    done = []
+
+    def work(world):
+        model = make_model()
+        engine = Engine(make_optimizer("sgd", model), model, options(), world, (0, 1))
+        engine.zero_grad(True)
+        loss_of(model, batch(world.rank, 0)).backward()
+        engine.step()
+        waited(engine.streams, engine.streams.communication)
+        meet.wait()
+        engine.streams.drop_kept()
+        kept = sum(tensor is not None for _, tensors in engine.streams._kept for tensor in tensors)
+        meet.wait()
+        done.append(True)
+        engine.streams.iteration_ended()
+        left = len(engine.streams._kept)
+        engine.close()
+        return kept, left
+
+    meet = threading.Barrier(2, timeout=60)
+    with gpu_ranks(monkeypatch, 2) as (_, _, run):
+        monkeypatch.setattr(fake_cuda.FakeEvent, "query", lambda self: bool(done))
+        # five gradients, and five parameters that stood for them in the warm-up
+        assert run(work) == [(10, 0)] * 2
+
+
 def test_several_optimizers_share_one_stream_and_one_order(monkeypatch):
     def work(world):
         first, second = make_model(), make_model()

@@ -63,6 +63,13 @@ def test_a_gradients_stream_that_is_not_noted_is_seen(monkeypatch):
         assert detector.races()
 
 
+def test_gradients_that_nobody_keeps_are_seen(monkeypatch):
+    keep = "streams.keep_until(self.grads_packed, grads)"
+    mutate(monkeypatch, "dearcore.bucket", "BucketRuntime.start_reduction", keep, "pass")
+    with pytest.raises(AssertionError):
+        order.test_every_gradient_is_kept_until_its_pack_is_done(monkeypatch)
+
+
 def test_bytes_for_elements_are_seen(monkeypatch):
     exact.test_counts_are_elements_and_pointers_are_bytes()
     for path, pointer, code in (("_reduce_scatter", "target", "flat"), ("_all_gather", "flat", "moved")):
