@@ -19,8 +19,8 @@ __all__ = ["Links", "measure_links"]
 KIB = 1024
 SIZES_KIB = (16, 128, 1024, 8192)
 BATCH_BYTES = 16 * 1024 * KIB  # collectives are started one after the other, as training does, and timed together:
-MAX_BATCH = 4  # networks let bursts pass, and what they let pass for a moment says little of what they carry
-ROUNDS = 3
+MAX_BATCH = 16  # networks let bursts pass, and what they let pass for a moment says little of what they carry
+ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)

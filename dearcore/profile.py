@@ -80,10 +80,11 @@ class Link:
 
 
 def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
-    """Fits (bytes, seconds) by least squares of the relative error, neither constant below zero.
+    """Fits (bytes, seconds) by least squares, errors weighted by 1 / seconds, neither constant below zero.
 
-    Relative, since sizes span several orders of magnitude: an absolute fit would let the largest decide alone and
-    leave alpha to its noise. Example: (0 B, 1 ms), (1 MB, 2 ms), (4 MB, 5 ms) -> alpha 1 ms, beta 1 ns/B, residual 0.
+    Between absolute and relative errors, since sizes span several orders of magnitude: an absolute fit would let the
+    largest decide alone and leave alpha to its noise; a relative one would let the jitter of many small messages decide
+    how long a large one takes. Example: (0 B, 1 ms), (1 MB, 2 ms), (4 MB, 5 ms) -> alpha 1 ms, beta 1 ns/B, residual 0.
 
     Raises: ArgumentError for fewer than two sizes or a time that is not above zero.
     """
@@ -95,7 +96,7 @@ def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
     for num_bytes, time_s in samples:
         if not (math.isfinite(time_s) and time_s > 0 and math.isfinite(num_bytes) and num_bytes >= 0):
             raise ArgumentError(f"fit_link got {num_bytes!r} bytes in {time_s!r} s; expected bytes >= 0, seconds > 0.")
-    weights = [1.0 / time_s**2 for _, time_s in samples]
+    weights = [1.0 / time_s for _, time_s in samples]
     weight = sum(weights)
     mean_bytes = sum(w * n for w, (n, _) in zip(weights, samples, strict=True)) / weight
     mean_s = sum(w * t for w, (_, t) in zip(weights, samples, strict=True)) / weight
