@@ -30,12 +30,12 @@ from .methods import Method, Setting, build, parse_methods
 from .record import Target, format_table
 from .workload import LayerNet, gradient_sources, load_shapes, scaled
 
-__all__ = ["SUMMARY", "add_arguments", "run"]
+__all__ = ["SUMMARY", "add_arguments", "measure", "run"]
 
 SUMMARY = "memory of one rank under AdamW, against DistributedDataParallel"
 
 MB = 1_000_000
-METHODS = "none,ddp,ddp-view,zero,fsdp2:25,wfbp,dear,dear:5,dear:1"
+METHODS = "none,ddp,ddp-view,zero,fsdp2:25,wfbp,dear,dear:25,dear:5"
 WARMUP_ITERATIONS = 3
 OF_DDP, OF_DDP_VIEW = 0.60, 0.65  # at most, of live storage
 OPTIONS: Mapping[str, Any] = {"lr": 1e-3}
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return int(args.check and not all(target.passed for target in targets))
 
 
-def _row(method: Method, by_rank: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+def _row(method: Method, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"method": method.name}
     for key in ("live", "peak_rss"):
         row[f"{key}_mb"] = round(max(result[key] for result in by_rank) / MB, 2)
@@ -107,42 +107,43 @@ def _targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
     ]
 
 
-def _rank(world: World, method: Method, model: str, scale: float) -> dict[str, int]:
+def _rank(world: World, method: Method, model: str, scale: float) -> dict[str, Any]:
     dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout)
     dear.init(backend="gloo", timeout=world.timeout)
     try:
-        shapes = scaled(load_shapes(model), scale)
-        sources = gradient_sources(shapes, world.rank, world.size)
-        _train_a_little(world)  # what a process allocates once, whatever it trains
-        gc.collect()
-        _reset_peak()
-        live, rss = heap_bytes(), _status_bytes("VmRSS")
-        net = LayerNet(shapes, sources)
-        setting = Setting(torch.optim.AdamW, OPTIONS, size_scale=scale)
-        trainee = build(method, net, _layers(net), 0.0, setting)
-        for _ in range(WARMUP_ITERATIONS):
-            trainee.optimizer.zero_grad()
-            trainee.forward(torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-            trainee.optimizer.step()
-        trainee.settle()
-        gc.collect()
-        result = {
-            "live": heap_bytes() - live,
-            "peak_rss": _status_bytes("VmHWM") - rss,
-            "num_buckets": trainee.num_buckets,
-        }
-        trainee.close()
-        return result  # type: ignore[return-value]
+        return measure(method, model, scale)
     finally:
         dear.shutdown()
         dist.destroy_process_group()
+
+
+def measure(method: Method, model: str, scale: float) -> dict[str, Any]:
+    """Of this rank, in bytes. Collective; torch.distributed and dear are initialised."""
+    shapes = scaled(load_shapes(model), scale)
+    sources = gradient_sources(shapes, dist.get_rank(), dist.get_world_size())
+    _train_a_little()  # what a process allocates once, whatever it trains
+    gc.collect()
+    _reset_peak()
+    live, rss = heap_bytes(), _status_bytes("VmRSS")
+    net = LayerNet(shapes, sources)
+    trainee = build(method, net, _layers(net), 0.0, Setting(torch.optim.AdamW, OPTIONS, size_scale=scale))
+    for _ in range(WARMUP_ITERATIONS):
+        trainee.optimizer.zero_grad()
+        trainee.forward(torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        trainee.optimizer.step()
+    trainee.settle()
+    gc.collect()
+    peak_rss = _status_bytes("VmHWM") - rss
+    found = {"live": heap_bytes() - live, "peak_rss": peak_rss, "num_buckets": trainee.num_buckets}
+    trainee.close()
+    return found
 
 
 def _layers(net: LayerNet) -> list[nn.Module]:
     return [module for module in net.modules() if next(module.parameters(recurse=False), None) is not None]
 
 
-def _train_a_little(world: World) -> None:
+def _train_a_little() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     wrapped = dear.DistributedOptimizer(optimizer, model)
@@ -150,7 +151,7 @@ def _train_a_little(world: World) -> None:
         model(torch.zeros(2, 4)).sum().backward()
         wrapped.step()
     wrapped.close()
-    dist.all_reduce(torch.zeros(world.size))
+    dist.all_reduce(torch.zeros(4))
 
 
 def _status_bytes(name: str) -> int:

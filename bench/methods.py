@@ -13,7 +13,7 @@
 | `zero` | DistributedDataParallel and ZeroRedundancyOptimizer |
 | `horovod-package` | Horovod itself, where it is installed |
 | `wfbp`, `horovod`, `mg-wfbp`, `bytescheduler`, `dear-fill` | schedules of dear, planned with measured times |
-| `dear` | DistributedOptimizer, its default buckets |
+| `dear` | DistributedOptimizer, its default buckets (a tenth of the model, 1 to 25 MiB) |
 | `dear:5`, `dear:unfused`, `dear:auto` | the same with fusion=5 MiB, None, "auto" |
 | `dear:merge` | buckets chosen from measured times |
 | `dear-fill:5`, `dear-fill:merge`, `dear-fill:auto` | likewise |
@@ -266,12 +266,16 @@ def _dear(method: Method, model: nn.Module, _: Sequence[nn.Module], setting: Set
         fusion["fusion"] = method.variant
     elif method.mib is not None:
         fusion["fusion"] = method.mib * setting.size_scale or None
-    elif setting.size_scale != 1.0:  # the default of a model of the full size
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) / setting.size_scale
-        fusion["fusion"] = sized_mib(num_bytes) * setting.size_scale
+    elif setting.size_scale != 1.0:
+        fusion["fusion"] = _default_mib(model, setting) * setting.size_scale
     with moving_nothing() if method.kind == "dear-none" else contextlib.nullcontext():
         optimizer = DistributedOptimizer(setting.optimizer(model), model, **fusion)
     return Trainee(method, model, model, optimizer)
+
+
+def _default_mib(model: nn.Module, setting: Setting) -> float:
+    """dear's default for the model of the full size."""
+    return sized_mib(sum(p.numel() * p.element_size() for p in model.parameters()) / setting.size_scale)
 
 
 def _dear_half(method: Method, model: nn.Module, layers: Sequence[nn.Module], setting: Setting) -> Trainee:
@@ -298,7 +302,7 @@ def _schedule(method: Method, model: nn.Module, _: Sequence[nn.Module], setting:
         parts = {"partition_numel": max(1, round(4e6 * scale)), "credit_numel": max(1, round(16e6 * scale))}
         plan, schedule = bytescheduler(profile, **parts)
     elif method.kind == "dear-fill":
-        mib = DDP_BUCKET_MIB if method.mib is None else method.mib
+        mib = _default_mib(model, setting) if method.mib is None else method.mib
         plan, schedule = dear_fill(profile, fusion=method.variant or mib * scale)
     else:
         plan, schedule = PLANNERS[method.kind](profile)

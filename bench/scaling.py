@@ -33,11 +33,11 @@ from .overhead import DDP, DEAR, LOCAL, Method, build_trainee
 from .record import Target, format_table, percentiles
 from .workload import ParamShape, gradient_sources
 
-__all__ = ["SUMMARY", "add_arguments", "growth_exponent", "run"]
+__all__ = ["SUMMARY", "add_arguments", "growth_exponent", "measure_tensors", "run"]
 
 SUMMARY = "iteration time against hosts, host overhead against tensors"
 
-METHODS = "ddp,ddp:10,fsdp2:25,mg-wfbp,dear:10,dear:merge"
+METHODS = "ddp,ddp:10,fsdp2:25,mg-wfbp,dear,dear:merge"
 LINEAR = 1.0  # at most, the exponent of what dear adds
 TOTAL_NUMEL = 200_000
 LAYER_TENSORS = 2  # a module has a weight and a bias
@@ -158,22 +158,28 @@ def _cpu_ms(by_rank: Sequence[Mapping[int, Any]], count: int, method: str, key: 
     return 1e3 * float(np.max([np.median(result[count][method][key]) for result in by_rank]))
 
 
-def _rank(
-    world: World, counts: Sequence[int], blocks: int, iterations: int
-) -> dict[int, dict[str, dict[str, list[float]]]]:
+ByMethod = dict[str, dict[str, list[float]]]  # method -> what -> an entry for each block
+
+
+def _rank(world: World, counts: Sequence[int], blocks: int, iterations: int) -> dict[int, ByMethod]:
     dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout)
     dear.init(backend="gloo", timeout=world.timeout)
     try:
-        shown = with_progress(list(counts), "tensors", world.rank == 0)
-        return {count: _measure(world, count, blocks, iterations) for count in shown}
+        return measure_tensors(counts, blocks, iterations)
     finally:
         dear.shutdown()
         dist.destroy_process_group()
 
 
-def _measure(world: World, count: int, blocks: int, iterations: int) -> dict[str, dict[str, list[float]]]:
+def measure_tensors(counts: Sequence[int], blocks: int, iterations: int) -> dict[int, ByMethod]:
+    """Of this rank, for each number of tensors. Collective; torch.distributed and dear are initialised."""
+    shown = with_progress(list(counts), "tensors", dist.get_rank() == 0)
+    return {count: _measure(count, blocks, iterations) for count in shown}
+
+
+def _measure(count: int, blocks: int, iterations: int) -> ByMethod:
     shapes = _shapes(count)
-    sources = gradient_sources(shapes, world.rank, world.size)
+    sources = gradient_sources(shapes, dist.get_rank(), dist.get_world_size())
     trainees = [build_trainee(Method(name), shapes, sources) for name in (LOCAL, DDP, DEAR)]
     for trainee in trainees:
         for _ in range(3):  # DDP and dear settle their buckets in the first

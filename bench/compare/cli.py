@@ -29,7 +29,7 @@ from bench.methods import Method, parse_methods
 from bench.replay import LayerProfile
 from bench.simulate.networks import NETWORKS
 
-from .measure import RankResult, Timing, Workload, measure_methods
+from .measure import RankResult, Timing, measure_methods
 from .replayed import Replayed
 from .rows import line_header, lines_of, table_rows, targets_of
 from .testbeds import TESTBEDS, Emulation, emulate
@@ -40,6 +40,7 @@ SUMMARY = "every way to train, in one run: the paper's five models over emulated
 
 ALL = "all"
 LEARNING_RATE = 2.0**-10
+OPTIMIZER = (torch.optim.SGD, {"lr": LEARNING_RATE})
 RATE_MB_PER_GBPS = 160.0  # DESIGN's 160 MB on a link of 1 Gbit/s; shrinks with the link
 REAL_RATE_MB = 160.0
 INNER_RATE_FACTOR = 8  # of links inside a node
@@ -171,12 +172,7 @@ def _cluster(args: argparse.Namespace, emulation: Emulation) -> Cluster:
 def _replayed_rank(
     world: World, layers: Sequence[LayerProfile], methods: Sequence[Method], timing: Timing, size_scale: float
 ) -> RankResult:
-    make: Any = functools.partial(_replayed, layers)
-    return measure_methods(world, methods, timing, make, (torch.optim.SGD, {"lr": LEARNING_RATE}), size_scale)
-
-
-def _replayed(layers: Sequence[LayerProfile], world: World) -> Workload:
-    return Replayed(world, layers)
+    return measure_methods(world, methods, timing, functools.partial(Replayed, layers), OPTIMIZER, size_scale)
 
 
 def _real_lines(args: argparse.Namespace, model: str, methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -206,14 +202,9 @@ def _real_lines(args: argparse.Namespace, model: str, methods: Sequence[Method])
 
 
 def _real_rank(world: World, model: str, batch: int, methods: Sequence[Method], timing: Timing) -> RankResult:
-    make: Any = functools.partial(_real, model, batch)
-    return measure_methods(world, methods, timing, make, (torch.optim.SGD, {"lr": LEARNING_RATE}), 1.0)
-
-
-def _real(model: str, batch: int, world: World) -> Workload:
     from .real import Real  # needs torchvision and transformers
 
-    return Real(world, model, batch)
+    return measure_methods(world, methods, timing, functools.partial(Real, model, batch), OPTIMIZER, 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- show

@@ -97,42 +97,50 @@ class RankResult:
     profile: Profile
 
 
-def measure_methods(
-    world: World,
-    methods: Sequence[Method],
-    timing: Timing,
-    make_workload: Callable[[World], Workload],
-    optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]],
-    size_scale: float,
-) -> RankResult:
-    """`methods` begin with `none`, whose times the planners of the others use."""
-    assert methods[0] == Method(NONE)
+def measure_methods(world: World, *args: Any) -> RankResult:
+    """`measure_inside` in a process that has no ranks to talk to yet."""
     dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout)
     dear.init(backend="auto", timeout=world.timeout)
     try:
-        all_reduce_s = _time_all_reduce(timing.rate_mb)
-        links = _agreed(measure_links(world.size))
-        workload = make_workload(world)
-        measurements = [Measurement() for _ in methods]
-        trainees: list[tuple[Trainee, Measurement]] = []
-        setting = Setting(*optimizer, size_scale=size_scale)
-        for method, measurement in zip(methods, measurements, strict=True):
-            trainee = _begin(method, workload, setting, measurement)
-            if trainee is None:
-                continue
-            trainees.append((trainee, measurement))
-            if method.kind == NONE:
-                profile = _agreed(workload.profile(trainee, links))
-                setting = Setting(*optimizer, profile=profile, size_scale=size_scale)
-        _take_turns(trainees, workload, timing, world)
-        _compare_weights(trainees, workload)
-        for trainee, measurement in trainees:
-            measurement.num_buckets = trainee.num_buckets
-            trainee.close()
-        return RankResult(measurements, all_reduce_s, profile)
+        return measure_inside(*args)
     finally:
         dear.shutdown()
         dist.destroy_process_group()
+
+
+def measure_inside(
+    methods: Sequence[Method],
+    timing: Timing,
+    make_workload: Callable[[], Workload],
+    optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]],
+    size_scale: float,
+) -> RankResult:
+    """`methods` begin with `none`, whose times the planners of the others use.
+
+    Collective; torch.distributed and dear are initialised.
+    """
+    assert methods[0] == Method(NONE)
+    all_reduce_s = _time_all_reduce(timing.rate_mb)
+    links = _agreed(measure_links(dist.get_world_size()))
+    workload = make_workload()
+    measurements = [Measurement() for _ in methods]
+    trainees: list[tuple[Trainee, Measurement]] = []
+    setting = Setting(*optimizer, size_scale=size_scale)
+    for method, measurement in zip(methods, measurements, strict=True):
+        trainee = _begin(method, workload, setting, measurement)
+        if trainee is None:
+            continue
+        trainees.append((trainee, measurement))
+        if method.kind == NONE:
+            profile = _agreed(workload.profile(trainee, links))
+            setting = Setting(*optimizer, profile=profile, size_scale=size_scale)
+    _take_turns(trainees, workload, timing)
+    _compare_weights(trainees, workload)
+    for trainee, measurement in trainees:
+        measurement.num_buckets = trainee.num_buckets
+        trainee.close()
+    gc.unfreeze()
+    return RankResult(measurements, all_reduce_s, profile)
 
 
 def _begin(method: Method, workload: Workload, setting: Setting, measurement: Measurement) -> Trainee | None:
@@ -181,13 +189,11 @@ def _train(trainee: Trainee, workload: Workload, scale: float) -> None:
     trainee.optimizer.step()
 
 
-def _take_turns(
-    trainees: Sequence[tuple[Trainee, Measurement]], workload: Workload, timing: Timing, world: World
-) -> None:
+def _take_turns(trainees: Sequence[tuple[Trainee, Measurement]], workload: Workload, timing: Timing) -> None:
     gc.collect()
     gc.disable()  # a collection would hit whichever method is running
     order = [(block + i) % len(trainees) for block in range(timing.blocks) for i in range(len(trainees))]
-    for number, index in with_progress(list(enumerate(order)), "measuring", world.rank == 0):
+    for number, index in with_progress(list(enumerate(order)), "measuring", dist.get_rank() == 0):
         trainee, measurement = trainees[index]
         is_last = number >= (timing.blocks - 1) * len(trainees)
         _iterate(trainee, workload, timing.iterations, measurement, traced=is_last)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dear
 from bench.inception import InceptionV4
-from bench.launch import World
 from bench.methods import Trainee
 from dearcore.layout import ParamSpec
 from dearcore.profile import Link, Profile, layer_times
@@ -104,10 +104,10 @@ class Real:
     warmup_scales = (0.0,)  # gradients of zero: weights stay
     scales = (1.0,)
 
-    def __init__(self, world: World, name: str, batch: int) -> None:
-        self._world, self._name = world, name
+    def __init__(self, name: str, batch: int) -> None:
+        self._name = name
         self._device = dear.device()
-        self._batch = tuple(part.to(self._device) for part in make_batch(name, batch, 1 + world.rank))
+        self._batch = tuple(part.to(self._device) for part in make_batch(name, batch, 1 + dist.get_rank()))
         self._spans: list[tuple[str, float, float]] | None = None
 
     def make(self) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -160,7 +160,7 @@ class Real:
         for handle in handles:
             handle.remove()
         times = layer_times(specs, stamps.needed_s, forward_end_s, forward_end_s, stamps.ready_s)
-        return Profile(times, self._world.size, *links)
+        return Profile(times, dist.get_world_size(), *links)
 
     def _now_s(self, exactly: bool = False) -> float:
         if exactly and self._device.type == "cuda":

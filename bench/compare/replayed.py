@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from bench.launch import World
 from bench.methods import Trainee
 from bench.replay import DeviceClock, GradientSource, LayerProfile, ReplayNet
 from dearcore.profile import Link, Profile
@@ -27,10 +27,13 @@ class Replayed:
     warmup_scales = (1.0, -1.0)  # the second takes back what the first did
     scales = (1.0, 2.0, 3.0)
 
-    def __init__(self, world: World, layers: Sequence[LayerProfile]) -> None:
-        self._world, self._layers = world, layers
+    def __init__(self, layers: Sequence[LayerProfile]) -> None:
+        self._layers = layers
         self._clock = DeviceClock(SLACK_S)
-        self._sources = [GradientSource(layer, 1000 * world.rank + i, world.size) for i, layer in enumerate(layers)]
+        rank = dist.get_rank()
+        self._sources = [
+            GradientSource(layer, 1000 * rank + i, dist.get_world_size()) for i, layer in enumerate(layers)
+        ]
 
     def make(self) -> tuple[nn.Module, Sequence[nn.Module]]:
         model = ReplayNet(self._layers, self._sources, self._clock)
@@ -51,4 +54,4 @@ class Replayed:
         return spans
 
     def profile(self, trainee: Trainee, links: Sequence[Link]) -> Profile:
-        return profile_of(self._layers, self._world.size, links=links)
+        return profile_of(self._layers, dist.get_world_size(), links=links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -13,17 +14,18 @@ import pytest
 import torch
 
 from bench.compare import cli
-from bench.compare.measure import Measurement, RankResult
-from bench.compare.real import MODELS, blocks_of, make_batch
+from bench.compare.measure import Measurement, RankResult, Timing, measure_inside
+from bench.compare.real import MODELS, Real, blocks_of, make_batch
 from bench.compare.rows import LINE_KEYS, best_of, lines_of, table_rows, targets_of
 from bench.compare.testbeds import GOODPUT, TESTBEDS, emulate, profile_of
 from bench.methods import BUILDERS, Method, parse_methods
 from bench.replay import DeviceClock, LayerProfile
 from bench.simulate.networks import NETWORKS
 from bench.workload import load_shapes
+from tests.support.ranks import RankPool
 
 METHODS = (
-    "ddp,ddp:10,fsdp2:25,zero,horovod-package,wfbp,horovod,mg-wfbp,bytescheduler,dear:merge,dear,dear-fill,dear-rs"
+    "ddp,ddp:10,fsdp2:25,zero,horovod-package,wfbp,horovod,mg-wfbp,bytescheduler,dear:merge,dear:25,dear-fill,dear-rs"
 )
 
 
@@ -59,14 +61,22 @@ def test_every_method_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         is_right = name.partition(":")[0] not in ("none", "dear-none", "dear-rs", "dear-ag")
         assert line["params_equal"] is (True if is_right else None), name
         assert line["iteration_ms"]["num"] == 2 and line["absent"] == ""
-    assert by_method["dear"]["num_buckets"] == 5  # 102 MB in buckets of 25 MiB, whatever the scale
+    assert by_method["dear:25"]["num_buckets"] == 5  # 102 MB in buckets of 25 MiB, whatever the scale
     assert by_method["wfbp"]["num_buckets"] == 161
     assert by_method["ddp"]["settings"]["mb"] == pytest.approx(1.02, rel=0.01)
     output = capsys.readouterr().out
     assert "absent" in output and "best peer" in output
 
 
-def test_real_models_train_alike(tmp_path: Path) -> None:
+def train_for_real(model: str, batch: int, methods: list[Method], timing: Timing) -> RankResult:
+    return measure_inside(methods, timing, functools.partial(Real, model, batch), cli.OPTIMIZER, 1.0)
+
+
+def test_real_models_train_alike(tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_pool(_: object, size: int, *, timeout_s: float, **kwargs: Any) -> list[Any]:
+        return pool.run(train_for_real, size=size, ddp=True, timeout_s=110, **kwargs)
+
+    monkeypatch.setattr(cli, "run_ranks", in_pool)  # processes that are there already
     argv = ["--real", "--hosts", "2", "--model", "resnet50", "--batch", "1", "--iterations", "1", "--blocks", "1"]
     status, lines = run(tmp_path / "lines.jsonl", *argv, "--methods", "ddp,dear")
     assert status == 0

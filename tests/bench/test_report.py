@@ -15,6 +15,7 @@ from bench.compare.rows import line_header
 from bench.report import cli
 from bench.report.page import build_page
 from bench.scaling import growth_exponent
+from tests.support.ranks import RankPool
 
 HEADER = line_header("compare", {"cluster": "4 <hosts>", "mb": 2.0, "scale": 0.1, "speed": 1.0})
 
@@ -58,7 +59,7 @@ def test_page_is_whole_by_itself() -> None:
         "resnet50",
         "balanced",
         "166.5",
-        "133.25",
+        "133.2",
         "No module named",
         "4 &lt;hosts&gt;",
         "pass: dear / ddp",
@@ -94,30 +95,40 @@ def test_growth_exponent_by_hand() -> None:
     assert growth_exponent([(10, 1)]) == 0
 
 
-def test_memory_and_growth_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = tmp_path / "found.jsonl"
-    status = run(memory, found, "--ranks", "2", "--model", "resnet50", "--scale", "0.1", "--methods", "ddp,dear")
-    assert status == 0
-    status = run(scaling, found, "--hosts", "--tensors", "20", "80", "--blocks", "1", "--iterations", "2")
-    assert status == 0
-    told, grown = (json.loads(each) for each in found.read_text().splitlines())
+def test_memory_is_measured(tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_pool(_: object, size: int, *, timeout_s: float, **kwargs: Any) -> list[Any]:
+        return pool.run(memory.measure, size=size, ddp=True, timeout_s=timeout_s, **kwargs)
+
+    monkeypatch.setattr(memory, "run_ranks", in_pool)  # processes that are there already
+    argv = ["--ranks", "2", "--model", "resnet50", "--scale", "0.1", "--methods", "ddp,dear", "--timeout-s", "60"]
+    told = run(memory, tmp_path / "memory.jsonl", *argv)
     rows = {row["method"]: row for row in told["rows"]}
     # AdamW: parameters, gradients and two states; DDP has its buckets too; dear halves the states, gradients are gone
     assert rows["ddp"]["live_over_params"] == pytest.approx(5, abs=0.15)
     assert rows["dear"]["live_over_params"] < 4
     assert rows["ddp"]["peak_rss_mb"] > 5 * 10.2
-    assert [row["tensors"] for row in grown["rows"]] == [20] * 3 + [80] * 3 and set(grown["exponents"]) == {
-        "ddp",
-        "dear",
-    }
-    page = build_page([told, grown])
-    assert "Memory: resnet50, 2 ranks" in page and "number of tensors" in page
-    assert "growth exponents" in capsys.readouterr().out
+    assert "Memory: resnet50, 2 ranks" in build_page([told])
 
 
-def run(module: Any, path: Path, *argv: str) -> int:
+def test_growth_is_measured(
+    tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_pool(_: object, size: int, *, timeout_s: float, **kwargs: Any) -> list[Any]:
+        return pool.run(scaling.measure_tensors, size=size, ddp=True, timeout_s=timeout_s, **kwargs)
+
+    monkeypatch.setattr(scaling, "run_ranks", in_pool)
+    argv = ["--hosts", "--tensors", "20", "80", "--blocks", "1", "--iterations", "2", "--timeout-s", "60"]
+    grown = run(scaling, tmp_path / "growth.jsonl", *argv)
+    assert [row["tensors"] for row in grown["rows"]] == [20] * 3 + [80] * 3
+    assert set(grown["exponents"]) == {"ddp", "dear"}
+    assert "number of tensors" in build_page([grown]) and "growth exponents" in capsys.readouterr().out
+
+
+def run(module: Any, path: Path, *argv: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     parser.add_argument("--check", action="store_true")
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args([*argv, "--json", str(path)])))
+    assert module.run(parser.parse_args([*argv, "--json", str(path)])) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
