@@ -69,7 +69,7 @@ class Engine:
         self.peers: Peers
         device = self.tracked[0].param.device
         self.communicator, self.peers = world.new_communicator(ranks, device)
-        self._timeout, self._num_broken_off = world.timeout, 0
+        self._timeout, self._num_asked = world.timeout, 0
         num_bytes = sum(t.spec.num_bytes for t in self.tracked)
         shared = world.shared_stream(ranks, device)
         self.streams = Streams(device, self.trace, num_bytes < ONE_WORKER_BYTES, shared)
@@ -219,7 +219,7 @@ class Engine:
         self.announcer.step = self.replica.step
         self.streams.iteration_ended()
         self.log.step_ended()
-        self._stepped = True
+        self._stepped, self._num_asked = True, 0
         self._forget_passes()
         if not self.announcer.is_open:  # ranks that follow have nothing to measure
             self.beside.step_ended()
@@ -260,14 +260,17 @@ class Engine:
 
     def _any_has_begun(self) -> bool:
         """Asked where no step was made since the last `zero_grad`: what an exception has cut short may be an iteration
-        that other ranks have begun. A rank that has begun knows the answer, and waits for nobody.
+        that other ranks have begun. A rank that has begun knows the answer, and waits for nobody. A rank that goes on
+        with the iteration while this one only cleared its gradients once more says so by waiting for this one.
         """
         begun = self.replica.scheduler.has_begun
         if self.announcer.active:
             return begun
-        self._num_broken_off += 1
-        self.peers.post(self._num_broken_off, begun)
-        return begun or any(self.peers.collect(self._num_broken_off, self._timeout))
+        step = self.replica.step
+        question = f"begun/{step}/{self._num_asked}"
+        self._num_asked += 1
+        self.peers.post(question, begun)
+        return begun or any(self.peers.collect(question, step, self._timeout))
 
     def unscale(
         self, found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]

@@ -11,6 +11,7 @@ import contextlib
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ __all__ = ["Activity", "Heartbeat", "Peers", "Status"]
 
 INTERVAL_S = 1.0
 KEPT_NOTES = 8  # answers that slower ranks may still read
+PATIENCE_S = 2.5 * INTERVAL_S  # for an answer, and for the heartbeat of whoever gives none
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class Status:
     rank: int
     activity: Activity | None  # None: it has said nothing yet
     age_s: float  # since this rank last saw it change
+
+    def is_in_collective_of(self, step: int) -> bool:
+        """In one of this step, or of a later one (its host may have gone ahead)."""
+        return self.activity is not None and self.activity.step >= step and bool(self.activity.doing)
 
 
 class Heartbeat:
@@ -108,6 +114,7 @@ class Peers:
 
     def __init__(self, heartbeat: Heartbeat | None, name: str, ranks: Sequence[int], me: int) -> None:
         self._heartbeat, self._name, self._ranks, self._me = heartbeat, name, ranks, me
+        self._posted: deque[str] = deque()
 
     def watch(self, activity: Callable[[], Activity]) -> None:
         """From now on the others hear what `activity` returns."""
@@ -127,21 +134,34 @@ class Peers:
         except RuntimeError:
             return []
 
-    def post(self, number: int, value: bool) -> None:
-        """Answers question `number`, for whoever asks. Errors of the store are silent: whoever asks will notice."""
+    def post(self, question: str, value: bool) -> None:
+        """Answers a question, for whoever asks. Errors of the store are silent: whoever asks will notice."""
         if self._heartbeat is not None:
             with contextlib.suppress(RuntimeError):
-                self._heartbeat.notes.set(f"{self._name}/{number}/{self._me}", str(int(value)))
-                self._heartbeat.notes.delete_key(f"{self._name}/{number - KEPT_NOTES}/{self._me}")
+                self._heartbeat.notes.set(f"{self._name}/{question}/{self._me}", str(int(value)))
+                self._posted.append(question)
+                if len(self._posted) > KEPT_NOTES:
+                    self._heartbeat.notes.delete_key(f"{self._name}/{self._posted.popleft()}/{self._me}")
 
-    def collect(self, number: int, timeout: timedelta) -> list[bool]:
-        """Every rank's answer; blocks until all have answered. Raises CommunicatorError at the timeout."""
+    def collect(self, question: str, step: int, timeout: timedelta) -> list[bool]:
+        """The ranks' answers. Blocks until each has answered, or shows that it will not: by a collective of `step`.
+
+        Raises CommunicatorError at the timeout.
+        """
         if self._heartbeat is None:
             return []
-        keys = [f"{self._name}/{number}/{rank}" for rank in self._ranks]
+        notes, answers = self._heartbeat.notes, {rank: f"{self._name}/{question}/{rank}" for rank in self._ranks}
+        deadline = time.monotonic() + timeout.total_seconds()
         try:
-            self._heartbeat.notes.wait(keys, timeout)
-            return [self._heartbeat.notes.get(key) == b"1" for key in keys]
+            self._heartbeat.publish(self._name)
+            while True:
+                with contextlib.suppress(RuntimeError):
+                    notes.wait(list(answers.values()), timedelta(seconds=min(timeout.total_seconds(), PATIENCE_S)))
+                missing = {rank for rank, key in answers.items() if not notes.check([key])}
+                if missing <= {status.rank for status in self.read() if status.is_in_collective_of(step)}:
+                    return [rank not in missing and notes.get(key) == b"1" for rank, key in answers.items()]
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"no answer of ranks {sorted(missing)} within {timeout.total_seconds():g} s")
         except RuntimeError as error:
             raise CommunicatorError(
                 f"rank {self._me}: zero_grad() without a step since the last one begins the iteration anew on all "

@@ -12,7 +12,10 @@ import torch
 from torch import nn, optim
 
 import dear
-from tests.support.ranks import RankPool, assert_raised
+from tests.support.ranks import RankPool, assert_raised, rank
+from tests.support.reference import OddMLP, assert_bit_equal, make_batches, mse_loss, optimizer_of
+
+SGD = optimizer_of(optim.SGD, lr=0.05, momentum=0.9)
 
 
 class TwoParameters(nn.Module):
@@ -220,3 +223,28 @@ def test_a_checkpoint_of_another_optimizer_is_refused(alone: None) -> None:
     optimizer = dear.DistributedOptimizer(optim.AdamW(model.parameters()), model)
     with pytest.raises(dear.ArgumentError, match=r"of another optimizer than AdamW.*betas"):
         optimizer.load_state_dict(optim.SGD(model.parameters(), lr=1.0).state_dict())
+
+
+def clear_twice_on_one_rank(num_steps: int) -> list[torch.Tensor]:
+    """Rank 0 clears its gradients once more than the others, as an evaluation of its own might."""
+    model = OddMLP()
+    optimizer = dear.DistributedOptimizer(SGD(model), model)
+    for batch in make_batches(model, dear.size(), num_steps)[rank()]:
+        optimizer.zero_grad()
+        if rank() == 0:
+            optimizer.zero_grad()
+        mse_loss(model, batch).backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_one_rank_may_clear_its_gradients_once_more(pool: RankPool) -> None:
+    model = OddMLP()
+    optimizer, batches = SGD(model), make_batches(model, 2, 3)
+    for index in range(3):
+        optimizer.zero_grad()
+        for of_rank in batches:
+            (mse_loss(model, of_rank[index]) / 2).backward()
+        optimizer.step()
+    expected = [param.detach() for param in model.parameters()]
+    assert_bit_equal(pool.run(clear_twice_on_one_rank, 3, size=2, timeout_s=30), [expected] * 2)
