@@ -240,7 +240,7 @@ class BucketRuntime:
             grad_flat.index_fill_(0, self._padding, 0)
 
     def _start_collective(self, output: torch.Tensor, grad_flat: torch.Tensor, stream: Stream, step: int) -> None:
-        if self.is_sharded:
+        if self.is_sharded or self._communicator.size == 1:
             label = self._label("reduce_scatter", step)
             self._communicator.start_reduce_scatter(output, grad_flat, self._divisor, stream, label)
         else:

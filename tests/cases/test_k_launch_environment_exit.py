@@ -163,7 +163,7 @@ def test_case_085_pytorch_26166_wrong_addresses(what: str) -> None:
     """Also pytorch/gloo#70, aws-samples/aws-do-eks PR#51, #69: an error in seconds that names the variable."""
     if what == "interface":
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch"
-        error, says = dear.CommunicatorError, r"GLOO_SOCKET_IFNAME"
+        error, says = dear.ArgumentError, r"GLOO_SOCKET_IFNAME='nosuch'"
     elif what == "host_name":
         plain_environment(MASTER_ADDR="nosuch.invalid", MASTER_PORT="29500")
         error, says = dear.CommunicatorError, r"cannot resolve MASTER_ADDR='nosuch\.invalid'"
