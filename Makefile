@@ -8,7 +8,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
-INSTALLED_BENCH := $(VENV)/.installed-bench
 
 # Ranks share the cores; more threads than that measure the operating system's scheduler.
 export OMP_NUM_THREADS := 1
@@ -28,15 +27,18 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
+# Ranks mostly wait for each other, so that two files at a time fill two cores; ranks of one file stay together.
+TEST_WORKERS ?= 2
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED_BENCH)
+bench: $(INSTALLED)
 	$(BIN)/python -m pytest bench/micro --benchmark-columns=min,median,rounds --benchmark-group-by=func
 
 # A GPU machine may have no network: no virtual environment here, and a skip that says what is missing. Both halves have
@@ -85,9 +87,5 @@ $(INSTALLED): pyproject.toml
 		$(PYTHON) -c "$$CHECK_VERSION" && echo "making $(VENV) with $(PYTHON)" && $(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@echo "installing into $(VENV): torch and what the demo and the tests need (a minute or more)"
-	$(PIP_INSTALL) -e '.[demo,dev]'
-	@touch $@
-
-$(INSTALLED_BENCH): $(INSTALLED)
-	$(PIP_INSTALL) -e '.[bench]'
+	$(PIP_INSTALL) -e '.[demo,dev,tune,bench]'
 	@touch $@
