@@ -259,7 +259,7 @@ def _horovod_package(method: Method, model: nn.Module, _: Sequence[nn.Module], s
 
 def _dear(method: Method, model: nn.Module, _: Sequence[nn.Module], setting: Setting) -> Trainee:
     fusion: dict[str, Any] = {}
-    if method.variant == "merge":
+    if method.variant == "merge" and setting.profile is not None:
         plan, schedule = plan_dear_from_profile(setting.measured(), fusion="merge")
         return _planned(method, model, setting, plan, schedule)
     if method.variant:
@@ -291,8 +291,9 @@ def _dear_half(method: Method, model: nn.Module, layers: Sequence[nn.Module], se
 
 def _schedule(method: Method, model: nn.Module, _: Sequence[nn.Module], setting: Setting) -> Trainee:
     """Every other schedule of dear; thresholds of its authors count as `size_scale` times as large."""
-    if method.kind not in NEEDS_TIMES or method.variant == "auto":
-        fusion = {"fusion": method.variant} if method.variant else {}
+    if method.kind not in NEEDS_TIMES or method.variant == "auto" or setting.profile is None:  # it measures by itself
+        wanted = method.variant or (None if method.mib is None else method.mib * setting.size_scale)
+        fusion: dict[str, Any] = {"fusion": wanted} if wanted else {}
         optimizer = DistributedOptimizer(setting.optimizer(model), model, schedule=method.kind, **fusion)
         return Trainee(method, model, model, optimizer)
     profile, scale = setting.measured(), setting.size_scale
