@@ -27,8 +27,8 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
-# Ranks mostly wait for each other, so that two files at a time fill two cores; ranks of one file stay together.
-TEST_WORKERS ?= 2
+# Ranks mostly wait for each other, so that three files at a time fill two cores; ranks of one file stay together.
+TEST_WORKERS ?= 3
 
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
