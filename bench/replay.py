@@ -46,6 +46,7 @@ __all__ = [
     "layers_of",
     "load_layers",
     "run",
+    "time_all_reduce",
 ]
 
 SUMMARY = "a model's communication with compute replaced by timed waits, over emulated hosts"
@@ -54,7 +55,6 @@ LEARNING_RATE = 2.0**-10
 RATE_MB = 160
 NUM_SETTLING = 6  # iterations, in which schedules that plan with measured times measure
 OTHERS = "all-reduces"
-BEST_DDP = "best ddp"
 MB = 1_000_000
 STALLED_S = 2e-4  # touching parameters that are there takes a tenth of it
 
@@ -282,7 +282,7 @@ def _rank(
     dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout)
     dear.init(backend="gloo", timeout=world.timeout)
     try:
-        rate_s = _time_all_reduce(rate_mb)
+        rate_s = time_all_reduce(rate_mb)
         clock = DeviceClock()
         sources = [GradientSource(layer, 1000 * world.rank + i, world.size) for i, layer in enumerate(layers)]
         trainees = []
@@ -333,7 +333,8 @@ def _iterate(trainee: Trainee, num_iterations: int, into: Measurement | None) ->
     trainee.settle()
 
 
-def _time_all_reduce(mb: float, repetitions: int = 2) -> list[float]:
+def time_all_reduce(mb: float, repetitions: int = 2) -> list[float]:
+    """Seconds of gloo's all_reduce of `mb` 10^6 bytes, after one that does not count."""
     tensor = torch.zeros(round(mb * MB / 4))
     times = []
     for _ in range(1 + repetitions):

@@ -21,6 +21,7 @@ from torch import nn
 import dear
 from bench.launch import World
 from bench.methods import NONE, Method, Setting, Trainee, try_build
+from bench.replay import time_all_reduce
 from dear import DistributedOptimizer
 from dearcore.profile import Link, Profile, fit_link
 
@@ -120,7 +121,7 @@ def measure_inside(
     Collective; torch.distributed and dear are initialised.
     """
     assert methods[0] == Method(NONE)
-    all_reduce_s = _time_all_reduce(timing.rate_mb)
+    all_reduce_s = time_all_reduce(timing.rate_mb)
     links = _agreed(measure_links(dist.get_world_size()))
     workload = make_workload()
     measurements = [Measurement() for _ in methods]
@@ -262,17 +263,6 @@ def _compare_weights(trainees: Sequence[tuple[Trainee, Measurement]], workload: 
 
 
 # ------------------------------------------------------------------------------------------------------------- network
-
-
-def _time_all_reduce(mb: float, repetitions: int = 2) -> list[float]:
-    tensor = torch.zeros(round(mb * MB / 4))
-    times = []
-    for _ in range(1 + repetitions):
-        dist.barrier()
-        start_s = time.perf_counter()
-        dist.all_reduce(tensor)
-        times.append(time.perf_counter() - start_s)
-    return times[1:]
 
 
 def measure_links(num_ranks: int, sizes: Sequence[int] = LINK_SIZES, repetitions: int = 3) -> list[Link]:
