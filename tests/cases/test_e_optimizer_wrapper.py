@@ -175,8 +175,8 @@ def test_case_043_megatron_174_weights_loaded_after_wrapping(how: str, dtype: to
             optimizer.zero_grad()
             model(ones(dear.rank(), 1, 5)).backward()
             optimizer.step()
-            torch.testing.assert_close(model.a.weight.detach().float(), torch.full((1, 5), expected), rtol=4e-3, atol=0)
-            torch.testing.assert_close(model.b.detach().float(), torch.full((3,), 5.0 - lr), rtol=4e-3, atol=0)
+            for found, value in ((model.a.weight, expected), (model.b, 5.0 - lr)):
+                torch.testing.assert_close(found.detach(), torch.full_like(found, value), rtol=4e-3, atol=0)
         assert_same_everywhere(model)
 
 
