@@ -225,7 +225,8 @@ class Engine:
             self.beside.step_ended()
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        norm = self.update.norm(norm_type).to(self.streams.device, torch.float32)
+        dtype = functools.reduce(torch.promote_types, (b.dtype for b in self.replica.plan.buckets), torch.float32)
+        norm = self.update.norm(norm_type).to(self.streams.device, dtype)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self.update.change_gradients(lambda grad: grad.mul_(factor))
         return norm

@@ -288,7 +288,7 @@ class DistributedOptimizer(optim.Optimizer):
         """Scales the averaged gradients so that their norm is at most `max_norm`. Collective.
 
         Returns the norm before clipping over all parameters and ranks, the same number everywhere, as
-        `torch.nn.utils.clip_grad_norm_` would on one process.
+        `torch.nn.utils.clip_grad_norm_` would on one process: fp32, and fp64 where a parameter is.
         """
         engine = self._open()
         max_norm, norm_type = float(max_norm), float(norm_type)

@@ -233,7 +233,7 @@ def test_case_055_apex_1728_masters_are_really_kept(master: bool, dtype: torch.d
         optimizer.zero_grad()
         (model[0].sum() + model[1].sum()).backward()
         optimizer.step()
-    expected = torch.tensor(1 - 100 * lr).to(dtype) if master else torch.tensor(1.0, dtype=dtype)
+    expected = torch.tensor(1 - 100 * lr if master else 1.0, dtype=dtype)
     for p in model:
         assert torch.equal(p.detach(), expected.expand_as(p)), f"{p} is not {expected}"
 
