@@ -15,7 +15,7 @@ from .schedule import plan_dear
 __all__ = ["merge_for_dear", "merged_layers", "plan_groups", "plan_partitions"]
 
 MIB = 1024 * 1024
-SPLIT_BYTES = 25 * MIB  # larger tensors are cut: the step of a part runs under the reduction of the next
+SPLITS_MIB = (25.0, 8.0, 2.0, 0.5)  # larger tensors are cut: the step of a part runs under the reduction of the next
 THRESHOLDS_MIB = (0.0625, 0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 64.0, 256.0)
 MAX_TRIALS = 200  # predictions of single moves; one takes a few milliseconds
 WORTH = 1e-4  # of the iteration: what a move has to gain
@@ -90,25 +90,34 @@ def merge_for_dear(profile: Profile, params: Sequence[ParamSpec]) -> Plan:
 
     Both run in the same buckets and want different ones: in the backward a gradient should leave unless another latency
     is not worth it; in the forward the first buckets should be small. So groups are searched with the predictor: the
-    best of fixed sizes and of MG-WFBP's rule, then single boundaries taken out or put in while that helps.
+    best of fixed sizes and of MG-WFBP's rule, then single boundaries taken out or put in while that helps. So is the
+    size above which a tensor (an embedding, most often) is cut into buckets of its own.
     """
-    search = _Search(profile)
     candidates = [_contiguous([[i] for i in range(len(params))], len(params))]
     candidates.append(_contiguous(merged_layers(profile, profile.reduce_scatter), len(params)))
     for mib in THRESHOLDS_MIB:
-        plan = plan_threshold(search.params, 1, mib * MIB)
+        plan = plan_threshold(profile.specs(), 1, mib * MIB)
         starts = {slot.param for bucket in plan.buckets for slot in bucket.slots[:1]}
         candidates.append(_contiguous([[start] for start in starts], len(params)))
-    best = min(candidates, key=search.time_s)
+    searches = [_Search(profile, split_bytes) for split_bytes in _split_sizes(params)]
+    search, best = min(itertools.product(searches, candidates), key=lambda pair: pair[0].time_s(pair[1]))
     best = search.improve(best)
-    groups = _groups(best, len(params), params)
-    return plan_groups(params, profile.world_size, groups, "merged for both halves", SPLIT_BYTES)
+    groups = _groups(best, params, search.split_bytes)
+    return plan_groups(params, profile.world_size, groups, "merged for both halves", search.split_bytes)
+
+
+def _split_sizes(params: Sequence[ParamSpec]) -> list[float]:
+    """Those that differ: each cuts a tensor which the larger ones leave whole, or cuts one finer."""
+    largest = max(spec.num_bytes for spec in params)
+    sizes = [mib * MIB for mib in SPLITS_MIB]
+    return [sizes[0], *(size for size in sizes[1:] if size < largest)]
 
 
 class _Search:
     """Groups are given by the positions at which they start."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, split_bytes: float) -> None:
+        self.split_bytes = split_bytes
         # one shard: what is predicted is the same, and plans are made faster
         self._profile = replace(profile, step_s_per_byte=profile.step_s_per_byte / profile.world_size, world_size=1)
         self.params = profile.specs()
@@ -116,8 +125,8 @@ class _Search:
 
     def time_s(self, starts: frozenset[int]) -> float:
         if starts not in self._known:
-            groups = _groups(starts, len(self.params), self.params)
-            plan = plan_groups(self.params, 1, groups, "candidate", SPLIT_BYTES)
+            groups = _groups(starts, self.params, self.split_bytes)
+            plan = plan_groups(self.params, 1, groups, "candidate", self.split_bytes)
             self._known[starts] = predict_iteration_s(self._profile, plan, plan_dear(plan))
         return self._known[starts]
 
@@ -141,7 +150,7 @@ class _Search:
     def _middles(self, starts: frozenset[int]) -> list[int]:
         """For each group of several, the position that halves its bytes."""
         found = []
-        for group in _groups(starts, len(self.params), self.params):
+        for group in _groups(starts, self.params, self.split_bytes):
             half = sum(self.params[i].num_bytes for i in group) / 2
             before = 0.0
             for position in group[:-1]:
@@ -156,11 +165,11 @@ def _contiguous(groups: Iterable[Sequence[int]], num_params: int) -> frozenset[i
     return frozenset({0, *(min(group) for group in groups)} & set(range(num_params)))
 
 
-def _groups(starts: frozenset[int], num_params: int, params: Sequence[ParamSpec]) -> list[list[int]]:
+def _groups(starts: frozenset[int], params: Sequence[ParamSpec], split_bytes: float) -> list[list[int]]:
     """Groups of positions; a tensor that will be split is alone."""
     cuts = set(starts)
     for position, spec in enumerate(params):
-        if spec.num_bytes > SPLIT_BYTES:
+        if spec.num_bytes > split_bytes:
             cuts |= {position, position + 1}
-    bounds = [*sorted(cut for cut in cuts if cut < num_params), num_params]
+    bounds = [*sorted(cut for cut in cuts if cut < len(params)), len(params)]
     return [list(range(start, end)) for start, end in itertools.pairwise(bounds)]

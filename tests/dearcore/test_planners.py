@@ -195,6 +195,19 @@ def test_merging_weighs_latency_against_waiting() -> None:
         assert len(merge_for_dear(profile, profile.specs()).buckets) == num_buckets
 
 
+def test_merging_cuts_an_embedding_where_that_pays() -> None:
+    """The first layer has 4 MiB, reduced last and gathered first: its step can run only under what is left of it.
+
+    Whole: backward ends at 0.3 s, reduced at 4.3, stepped at 8.3, gathered at 12.3. Cut in 8, of 0.5 s for each half,
+    the parts are reduced until 4.3, stepped from 0.8 to 4.8, and gathered until 8.8 at the latest.
+    """
+    numels, layer_s = [MIB, 100, 100], [0.1] * 3
+    for alpha_s, largest in ((1e-3, MIB // 8), (1e4, MIB + 200)):
+        profile = replace(profile_of(numels, layer_s, layer_s, alpha_s, 8 / MIB), step_s_per_byte=2 / MIB)
+        plan = merge_for_dear(profile, profile.specs())
+        assert max(bucket.numel for bucket in plan.buckets) == pytest.approx(largest, abs=8)
+
+
 @settings(max_examples=25, deadline=None)
 @given(profiles)
 def test_merged_is_never_worse_than_a_fixed_size(profile: Profile) -> None:
