@@ -23,7 +23,8 @@ from bench.launch import World
 from bench.methods import NONE, Method, Setting, Trainee, try_build
 from bench.replay import time_all_reduce
 from dear import DistributedOptimizer
-from dearcore.profile import Link, Profile, fit_link
+from dear.sweep import measure_links
+from dearcore.profile import Link, Profile
 
 __all__ = [
     "Measurement",
@@ -32,7 +33,6 @@ __all__ = [
     "Workload",
     "heap_bytes",
     "measure_methods",
-    "measure_links",
     "with_progress",
 ]
 
@@ -40,7 +40,6 @@ MB = 1_000_000
 INTERFACE = "eth0"
 WARMUP_ITERATIONS = 2  # before the first that counts: DDP and dear settle their buckets in them
 MAX_TUNING_ITERATIONS = 200  # that fusion="auto" may take in their place
-LINK_SIZES = (4096, 65536, 1048576)  # bytes, from which latency and bandwidth of a collective are fitted
 
 
 class Workload(Protocol):
@@ -122,8 +121,8 @@ def measure_inside(
     """
     assert methods[0] == Method(NONE)
     all_reduce_s = time_all_reduce(timing.rate_mb)
-    links = _agreed(measure_links(dist.get_world_size()))
     workload = make_workload()
+    links = _measured_links(workload.make()[0])
     measurements = [Measurement() for _ in methods]
     trainees: list[tuple[Trainee, Measurement]] = []
     setting = Setting(*optimizer, size_scale=size_scale)
@@ -265,26 +264,14 @@ def _compare_weights(trainees: Sequence[tuple[Trainee, Measurement]], workload: 
 # ------------------------------------------------------------------------------------------------------------- network
 
 
-def measure_links(num_ranks: int, sizes: Sequence[int] = LINK_SIZES, repetitions: int = 3) -> list[Link]:
-    """Of dear's own reduce-scatter, all-gather and all-reduce."""
-    calls: tuple[Callable[[torch.Tensor], Any], ...] = (
-        dear.reduce_scatter,
-        lambda flat: dear.allgather(flat[: flat.numel() // num_ranks]),
-        dear.allreduce,
-    )
-    links = []
-    for call in calls:
-        samples = []
-        for num_bytes in sizes:
-            tensor = torch.zeros(num_bytes // 4)
-            for i in range(repetitions + 1):
-                dist.barrier()
-                start_s = time.perf_counter()
-                call(tensor)
-                if i:
-                    samples.append((float(num_bytes), time.perf_counter() - start_s))
-        links.append(fit_link(samples))
-    return links
+def _measured_links(model: nn.Module) -> list[Link]:
+    """Of dear's own reduce-scatter, all-gather and all-reduce, as dear measures them for `fusion="merge"`."""
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    engine = optimizer._engine
+    links = measure_links(engine.communicator, engine.streams, torch.float32, torch.float32, num_bytes)
+    optimizer.close()
+    return [links.reduce_scatter, links.all_gather, links.all_reduce]
 
 
 def _agreed(mine: Any) -> Any:
