@@ -45,8 +45,8 @@ RATE_MB_PER_GBPS = 160.0  # DESIGN's 160 MB on a link of 1 Gbit/s; shrinks with 
 REAL_RATE_MB = 160.0
 INNER_RATE_FACTOR = 8  # of links inside a node
 DEFAULT_METHODS = (
-    "ddp,ddp:5,ddp:10,ddp:50,fsdp2:25,zero,horovod-package,wfbp,horovod,mg-wfbp,bytescheduler,"
-    "dear:unfused,dear:25,dear:50,dear,dear:merge,dear:auto,dear-fill,dear-fill:merge,dear-rs,dear-ag"
+    "ddp,ddp:5,ddp:10,fsdp2:25,zero,horovod-package,wfbp,horovod,mg-wfbp,bytescheduler,"
+    "dear:unfused,dear:25,dear:50,dear,dear:merge,dear:auto,dear-fill,dear-rs,dear-ag"
 )
 
 

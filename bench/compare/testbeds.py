@@ -33,7 +33,7 @@ MB = 1_000_000
 # The model's size: moving bytes is work for the cores that all ranks share, and twenty copies have to fit.
 MIN_MB, MAX_MB = 2.5, 10.0
 MAX_LINK_GBPS = 0.5  # where the model is larger than MIN_MB
-MAX_OVERLAPPED_S = 0.8  # of an ideal iteration with all-reduces; longer ones are played at higher speed
+MAX_OVERLAPPED_S = 0.6  # of an ideal iteration with all-reduces; longer ones are played at higher speed
 MIN_LAYER_S = 1e-3  # a layer of the replay computes at least so long in both directions: fewer wake-ups
 GOODPUT = 0.957  # of a link's rate, under Ethernet, IP and TCP headers
 
