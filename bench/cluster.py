@@ -55,8 +55,8 @@ __all__ = [
 SUMMARY = "run a command on every host of an emulated cluster"
 
 # A short queue (20 ms) halves TCP's throughput. The burst is 2 ms of the rate: more would let small messages pass at
-# once on a slow link. But it holds a whole packet as TCP hands it over (64 KiB): tbf would cut that into frames, and the
-# cores would have to move each.
+# once on a slow link. But it holds a whole packet as TCP hands it over (64 KiB): tbf would cut that into frames, and
+# the cores would have to move each.
 SHAPE = "tbf rate {rate} burst {burst_kb}kb latency 400ms"
 BURST_KB_PER_GBIT, MIN_BURST_KB, MAX_BURST_KB = 256, 68, 256
 INTERFACE = "eth0"  # of every host, in its own namespace
