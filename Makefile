@@ -21,7 +21,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  micro-benchmarks; fails where a ratio to torch has become worse by more than a quarter"
 	@echo "make gpu    tests and benchmarks that need a CUDA device, with GPU_PYTHON ($(GPU_PYTHON)) and its own packages"
-	@echo "make soak   every combination, 120 faults, long runs (half an hour or more)"
+	@echo "make soak   every combination, 120 faults, long runs (ten minutes or more)"
 	@echo "make clean  remove caches and built files; .venv stays"
 
 demo: $(INSTALLED)

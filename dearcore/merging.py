@@ -95,8 +95,9 @@ def merge_for_dear(profile: Profile, params: Sequence[ParamSpec]) -> Plan:
     """
     candidates = [_contiguous([[i] for i in range(len(params))], len(params))]
     candidates.append(_contiguous(merged_layers(profile, profile.reduce_scatter), len(params)))
+    specs = profile.specs()
     for mib in THRESHOLDS_MIB:
-        plan = plan_threshold(profile.specs(), 1, mib * MIB)
+        plan = plan_threshold(specs, 1, mib * MIB)
         starts = {slot.param for bucket in plan.buckets for slot in bucket.slots[:1]}
         candidates.append(_contiguous([[start] for start in starts], len(params)))
     searches = [_Search(profile, split_bytes) for split_bytes in _split_sizes(params)]
@@ -107,7 +108,7 @@ def merge_for_dear(profile: Profile, params: Sequence[ParamSpec]) -> Plan:
 
 
 def _split_sizes(params: Sequence[ParamSpec]) -> list[float]:
-    """Those that differ: each cuts a tensor which the larger ones leave whole, or cuts one finer."""
+    """The first cuts as little as possible; the others are those by which some tensor is cut."""
     largest = max(spec.num_bytes for spec in params)
     sizes = [mib * MIB for mib in SPLITS_MIB]
     return [sizes[0], *(size for size in sizes[1:] if size < largest)]
