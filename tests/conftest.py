@@ -5,6 +5,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: ranks share the cores, and one thread sums in one order
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -21,6 +22,11 @@ else:
     # would fail it.
     hypothesis.settings.register_profile("dear", derandomize=True, deadline=None, print_blob=True)
     hypothesis.settings.load_profile("dear")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a script: processes of the tests would inherit it, and Ctrl-C is what some test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
