@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -38,7 +37,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, die_with, run_processes, run_ranks
+from .launch import LAUNCHER_VARIABLES, RANK_ENV, World, die_with, free_port, run_processes, run_ranks
 
 __all__ = [
     "Cluster",
@@ -211,7 +210,7 @@ class Cluster:
         """
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         env |= {**RANK_ENV, "WORLD_SIZE": str(self.num_hosts), "MASTER_ADDR": self.address(0)}
-        env["MASTER_PORT"] = str(PORT if self.is_emulated else _free_port())
+        env["MASTER_PORT"] = str(PORT if self.is_emulated else free_port())
         if self.is_emulated:
             env["GLOO_SOCKET_IFNAME"] = INTERFACE
         local_size = self.hosts_per_node or (1 if self.is_emulated else self.num_hosts)
@@ -461,13 +460,6 @@ def _rank_on_host(
         raise SystemExit(1) from None
     pipe.send((None, result))
     pipe.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ---------------------------------------------------------------------------------------------------- the command line

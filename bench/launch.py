@@ -7,10 +7,14 @@ by_rank = run_ranks(measure, 4, timeout_s=300, mb=32)
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -23,9 +27,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["RankError", "World", "die_with", "run_processes", "run_ranks"]
+__all__ = ["RankError", "World", "die_with", "free_port", "run_processes", "run_ranks"]
 
 HOST = "127.0.0.1"
+# Below the ports that Linux gives to connections: one of those may be taken before the job that it is for has begun.
+FIRST_PORT, NUM_PORTS = 10_000, 19_000
+_offsets = itertools.count(random.SystemRandom().randrange(NUM_PORTS))  # processes begin at different ones
 # Ranks share the cores, so one thread each. A container's own host name may resolve to anything, so gloo gets loopback.
 # TCPStore asks for the names of its peers, which loopback addresses rarely have: no name server, no warning.
 RANK_ENV = {
@@ -49,6 +56,15 @@ class World:
     size: int
     store: dist.Store
     timeout: timedelta
+
+
+def free_port() -> int:
+    """A port that nobody on this host uses, and that this process has not named lately."""
+    while True:
+        port = FIRST_PORT + next(_offsets) % NUM_PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def run_ranks(fn: Callable[..., Any], size: int, /, *, timeout_s: float, **kwargs: Any) -> list[Any]:

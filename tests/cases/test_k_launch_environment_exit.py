@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import dear
+from bench.launch import free_port
 from tests.cases.harness import Twin, on_ranks, ones, raises_at_once
 from tests.support.ranks import RankPool, rank
 
@@ -41,11 +42,6 @@ def plain_environment(**values: str | None) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager

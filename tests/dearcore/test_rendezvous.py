@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 
+from bench.launch import free_port
 from dearcore.communicator import LocalCommunicator
 from dearcore.errors import ArgumentError, CommunicatorError
 from dearcore.rendezvous import Launch, World, read_launch
@@ -216,9 +217,7 @@ def test_a_port_in_use_is_a_quick_error_with_address_and_port() -> None:
 
 
 def test_nobody_listening_is_an_error_with_address_and_port() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(CommunicatorError, match=rf"cannot reach rank 0 at.*127\.0\.0\.1:{port}"):
         World(Launch(1, 2, 1, 2, "127.0.0.1", port, "torchrun"), timedelta(seconds=1), deterministic=False)
 

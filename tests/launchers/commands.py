@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from tests.support.processes import ROOT, import_path
 
-__all__ = ["Job", "clean_environment", "free_port", "start", "torchrun"]
+__all__ = ["Job", "clean_environment", "start", "torchrun"]
 
 _MARK = "DEAR_TEST_JOB"
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMIX_", "SLURM_", "GROUP_")
@@ -124,10 +123,3 @@ def torchrun(script: str, *arguments: str, ranks: int, max_restarts: int = 0, **
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
     options += ["--monitor-interval", "0.1"]
     return start(sys.executable, "-m", "torch.distributed.run", *options, script, *arguments, **env)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

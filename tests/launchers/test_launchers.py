@@ -14,7 +14,8 @@ import time
 import pytest
 
 from bench.cluster import Cluster, why_not
-from tests.launchers.commands import Job, free_port, start, torchrun
+from bench.launch import free_port
+from tests.launchers.commands import Job, start, torchrun
 
 PROGRAM = "tests/launchers/program.py"
 END_S = 10.0  # for a job that was told to end
