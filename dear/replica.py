@@ -14,7 +14,7 @@ from dearcore.errors import ScheduleError
 from dearcore.layout import Plan
 from dearcore.schedule import Op, OpKind, Schedule
 from dearcore.shard import OwnedSegment
-from dearcore.streams import Event, InlineStream, Streams
+from dearcore.streams import Event, Streams
 
 from .doors import Doors
 from .gradients import local_gradient
@@ -200,9 +200,10 @@ class Replica:
         for bucket in self.buckets:
             communication.wait(bucket.shard_stepped)
         label = f"agreement on late gradients in step {step}"
+        agree = self.communicator.begin_combine(told, "max", label)
 
         def reduce_late() -> None:
-            self.communicator.start_combine(told, "max", InlineStream(), label)
+            agree()
             differ = told[num_buckets : num_buckets + num_params] + told[num_buckets + num_params :] != 3
             if differ.any():
                 raise ScheduleError(_mixture(self.tracked[int(differ.nonzero()[0])].spec.fqn))

@@ -6,7 +6,7 @@ order; `label` names one for people (`reduce_scatter of bucket 3 (fc.weight, ...
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,13 @@ class Communicator(Protocol):
 
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         """In place; `op` is "sum", "max" or "min". For small tensors: combined in rank order on every rank."""
+
+    def begin_combine(self, tensor: torch.Tensor, op: str, label: str) -> Callable[[], None]:
+        """As `start_combine`, of values that the host knows now: what can be sent at once is.
+
+        The function returned waits for the others and combines; a stream runs it, in the order of its collectives.
+        Errors are raised there. Until then `tensor` stays as it is.
+        """
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         """In place: every rank holds the root's values when the stream has passed."""
@@ -109,6 +116,9 @@ class LocalCommunicator(PlainFlats):
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)
 
+    def begin_combine(self, tensor: torch.Tensor, op: str, label: str) -> Callable[[], None]:
+        return lambda: None
+
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)
 
@@ -147,6 +157,9 @@ class NullCommunicator(PlainFlats):
 
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)
+
+    def begin_combine(self, tensor: torch.Tensor, op: str, label: str) -> Callable[[], None]:
+        return lambda: None
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         stream.run(label, lambda: None)

@@ -6,10 +6,11 @@ each other until the timeout, or fail at once, instead of mixing sums.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ from .transport import Transport
 __all__ = ["GlooCommunicator"]
 
 HINT = "Every rank calls the collective methods (step, state_dict, clip, ...) alike, on as many batches as the others."
-_SEQUENCE_BITS, _NAME_BITS = 15, 16  # of the 31 bits of a tag
+_SEQUENCE_BITS, _NAME_BITS = 15, 15  # of the 31 bits of a tag; the highest is that of what has begun early
+_EARLY = 1 << (_SEQUENCE_BITS + _NAME_BITS)
 
 
 class GlooCommunicator:
@@ -52,7 +54,7 @@ class GlooCommunicator:
         self.rank, self.size, self.deterministic, self.bytes_sent = rank, size, deterministic, 0
         self._explain = explain  # who is to blame when a collective fails
         self.doing = self.failed = ""
-        self._sequence = 0
+        self._sequence = self._num_early = 0
         try:
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         except (RuntimeError, ValueError) as error:
@@ -97,6 +99,15 @@ class GlooCommunicator:
 
     def start_combine(self, tensor: torch.Tensor, op: str, stream: Stream, label: str) -> None:
         self._start(lambda tag: self._transport.combine(tensor, op, tag), stream, label, tensor)
+
+    def begin_combine(self, tensor: torch.Tensor, op: str, label: str) -> Callable[[], None]:
+        tag = _EARLY | _tag(self._num_early, label, tensor)
+        self._num_early += 1
+        try:
+            finish = self._transport.begin_combine(tensor, op, tag)
+        except RuntimeError as error:
+            finish = functools.partial(_raise, error)
+        return lambda: self._checked(finish, label)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         assert tensor.is_contiguous()
@@ -144,26 +155,35 @@ class GlooCommunicator:
     def _start(
         self, work: Callable[[int], None], stream: Stream, label: str, tensor: torch.Tensor | None = None
     ) -> None:
-        what = label.partition(" in step ")[0]
-        if tensor is not None:  # of different sizes nothing may match either
-            what += f", {tensor.numel()} of {tensor.dtype}"
-        name = zlib.crc32(what.encode()) % (1 << _NAME_BITS)
-
-        def checked() -> None:
-            self.doing = label
-            tag = (self._sequence % (1 << _SEQUENCE_BITS)) << _NAME_BITS | name
+        def numbered() -> None:
+            tag = _tag(self._sequence, label, tensor)
             self._sequence += 1  # counted when it runs: a collective may start others of its own
-            try:
-                work(tag)
-            except RuntimeError as error:
-                self.failed = label
-                reason = str(error).strip().splitlines()[0].partition(" This is typically")[0]
-                text = f"rank {self.rank} of {self.size}: {label} failed. {self._explain()} {HINT} ({reason})"
-                raise CommunicatorError(text) from error
-            self.doing = ""
+            self._checked(lambda: work(tag), label)
 
-        stream.run(label, checked)
+        stream.run(label, numbered)
+
+    def _checked(self, work: Callable[[], None], label: str) -> None:
+        self.doing = label
+        try:
+            work()
+        except RuntimeError as error:
+            self.failed = label
+            reason = str(error).strip().splitlines()[0].partition(" This is typically")[0]
+            text = f"rank {self.rank} of {self.size}: {label} failed. {self._explain()} {HINT} ({reason})"
+            raise CommunicatorError(text) from error
+        self.doing = ""
 
     def _count(self, flat: torch.Tensor) -> None:
         """One half of an all-reduce of `flat` has been sent."""
         self.bytes_sent += (self.size - 1) * (flat.numel() // self.size) * flat.itemsize
+
+
+def _tag(number: int, label: str, tensor: torch.Tensor | None) -> int:
+    what = label.partition(" in step ")[0]
+    if tensor is not None:  # of different sizes nothing may match either
+        what += f", {tensor.numel()} of {tensor.dtype}"
+    return (number % (1 << _SEQUENCE_BITS)) << _NAME_BITS | zlib.crc32(what.encode()) % (1 << _NAME_BITS)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

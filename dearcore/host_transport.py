@@ -7,6 +7,7 @@ parameters are not, because a forked process must keep its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,6 +89,9 @@ class HostTransport:
             else:
                 (torch.maximum if op == "max" else torch.minimum)(total, other, out=total)
         tensor.copy_(total)
+
+    def begin_combine(self, tensor: torch.Tensor, op: str, tag: int) -> Callable[[], None]:
+        return lambda: self.combine(tensor, op, tag)
 
     def broadcast(self, tensor: torch.Tensor, root: int, tag: int) -> None:
         self._memory.meet(tag)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,10 @@ class NcclCommunicator(PlainFlats):
             tensor.copy_(together[: tensor.numel()].view(tensor.shape))
 
         stream.run(label, combine)
+
+    def begin_combine(self, tensor: torch.Tensor, op: str, label: str) -> Callable[[], None]:
+        """Nothing is sent before: which collectives came earlier is known to the stream only."""
+        return lambda: self.start_combine(tensor, op, InlineStream(), label)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, stream: Stream, label: str) -> None:
         if self._is_elsewhere(tensor):

@@ -12,6 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from .errors import ArgumentError
@@ -38,6 +39,7 @@ __all__ = [
 
 MIB = 1024 * 1024
 MERGE = "merge"  # dear's fusion: groups chosen from latency, bandwidth and the measured times
+SLOWER = 1.25  # what links are taken to cost more, to decide between plans that are predicted to be equally good
 WORTH = 1e-3  # a change of plan has to be predicted to gain at least this part of the iteration
 
 Planned = tuple[Plan, Schedule]
@@ -202,8 +204,8 @@ def dear_fill(
     """As `dear`, but buckets of the last layers are stepped and gathered while the network idles in the backward.
 
     density: this part of the buckets (the last ones; 0 to 1) may be gathered early, where it fits; None: as many as the
-    predictor finds best. No reduce-scatter that the end of the backward waits for leaves later than without. Where no
-    gain is predicted the schedule is dear's.
+    predictor finds best, and of equally good ones the one that bears slower links best. No reduce-scatter that the end
+    of the backward waits for leaves later than without. Where no gain is predicted the schedule is dear's.
     """
     _need_times(profile, "dear-fill")
     if density is not None:
@@ -214,15 +216,17 @@ def dear_fill(
     # what is best for dear need not be best for filling, so with MERGE others are tried too
     fusions = (MERGE, None, 2.0, 4.0, 8.0, 25.0) if fusion == MERGE else (fusion,)
     plans = [dear(profile, params, fusion=each)[0] for each in fusions]
-    plan, schedule = plans[0], plan_dear(plans[0])
-    best_s = predict_iteration_s(profile, plan, schedule) * (1 - WORTH)
-    for candidate in plans:
-        for num_early in _counts(len(candidate.buckets) - 1):
-            filled = _fill(profile, candidate, num_early)
-            time_s = predict_iteration_s(profile, candidate, filled)
-            if time_s < best_s:
-                best_s, plan, schedule = time_s, candidate, filled
-    return _checked(plan, schedule)
+    candidates = [(plans[0], plan_dear(plans[0]))]
+    for plan in plans:
+        candidates += [(plan, _fill(profile, plan, num_early)) for num_early in _counts(len(plan.buckets) - 1)]
+    times_s = [predict_iteration_s(profile, *candidate) for candidate in candidates]
+    longest_s = min(times_s[0], min(times_s) * (1 + WORTH))
+    as_good = [candidate for candidate, time_s in zip(candidates, times_s, strict=True) if time_s <= longest_s]
+    links = profile.reduce_scatter.slower(SLOWER), profile.all_gather.slower(SLOWER)
+    slower = replace(profile, reduce_scatter=links[0], all_gather=links[1])
+    slower_s = [predict_iteration_s(slower, *candidate) for candidate in as_good]
+    longest_s = min(slower_s) * (1 + WORTH)
+    return _checked(*next(each for each, time_s in zip(as_good, slower_s, strict=True) if time_s <= longest_s))
 
 
 PLANNERS: Mapping[str, Planner] = {

@@ -78,6 +78,9 @@ class Link:
     def time_s(self, num_bytes: float) -> float:
         return self.alpha_s + num_bytes * self.beta_s_per_byte
 
+    def slower(self, times: float) -> Link:
+        return replace(self, alpha_s=self.alpha_s * times, beta_s_per_byte=self.beta_s_per_byte * times)
+
 
 def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
     """Fits (bytes, seconds) by least squares, errors weighted by 1 / seconds, neither constant below zero.

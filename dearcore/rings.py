@@ -23,6 +23,7 @@ __all__ = ["PIECE_BYTES", "RingTransport"]
 
 # 4 MiB: `python -m bench collectives --sockets --piece-mib 0.25 0.5 1 2 4`, 4 ranks, 32 MB, 2 cores, loopback.
 PIECE_BYTES = 4 * 1024 * 1024
+RADIX = 4  # ranks that know as much in a round of a combination: fewer rounds for more messages
 WINDOW = 2  # receives posted ahead of the one that is added: few, so that they stay in the cache
 
 
@@ -76,9 +77,41 @@ class RingTransport(PlainFlats):
             output.copy_(host_flat[: output.numel()])
 
     def combine(self, tensor: torch.Tensor, op: str, tag: int) -> None:
-        if op != "sum":
-            self._disseminate(tensor, torch.maximum if op == "max" else torch.minimum, tag)
-            return
+        self.begin_combine(tensor, op, tag)()
+
+    def begin_combine(self, tensor: torch.Tensor, op: str, tag: int) -> Callable[[], None]:
+        """Maxima and minima are spread in rounds, of which the first leaves now.
+
+        In a round of distance d each rank hears from those d, 2d and 3d before it, so that it then knows of the 4d
+        ranks that end with itself: all have heard of all after log4(size) rounds, some of them twice.
+        """
+        if op == "sum":
+            return lambda: self._sum(tensor, tag)
+        combine = torch.maximum if op == "max" else torch.minimum
+        telling = self._tell(tensor, 1, tag)
+
+        def finish() -> None:
+            told, distance = telling, 1
+            while told:
+                for _, message in told:
+                    message.wait()
+                for heard, _ in told:
+                    combine(tensor, heard, out=tensor)
+                distance *= RADIX
+                told = self._tell(tensor, distance, tag)
+
+        return finish
+
+    def _tell(self, tensor: torch.Tensor, distance: int, tag: int) -> list[tuple[torch.Tensor, Any]]:
+        """Of one round: tensors to receive into, or `tensor` itself, and the message under way."""
+        messages: list[tuple[torch.Tensor, Any]] = []
+        for step in range(distance, min(RADIX * distance, self.size), distance):
+            heard = torch.empty_like(tensor)
+            messages.append((heard, self._group.recv([heard], (self.rank - step) % self.size, tag)))
+            messages.append((tensor, self._group.send([tensor], (self.rank + step) % self.size, tag)))
+        return messages
+
+    def _sum(self, tensor: torch.Tensor, tag: int) -> None:
         flat = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype)
         flat[self.rank].copy_(tensor)
         self._ring_gather(flat.view(-1), tag)
@@ -155,17 +188,6 @@ class RingTransport(PlainFlats):
                     sends.append(group.send([got[piece]], right, tag))
         for send in sends:
             send.wait()
-
-    def _disseminate(self, tensor: torch.Tensor, combine: Callable[..., torch.Tensor], tag: int) -> None:
-        """In round k each rank hears from the one 2^k before it: all have heard of all after log2(size) rounds."""
-        heard, distance = torch.empty_like(tensor), 1
-        while distance < self.size:
-            receive = self._group.recv([heard], (self.rank - distance) % self.size, tag)
-            send = self._group.send([tensor], (self.rank + distance) % self.size, tag)
-            receive.wait()
-            send.wait()
-            combine(tensor, heard, out=tensor)
-            distance *= 2
 
     def _exchange(self, output: torch.Tensor, flat: torch.Tensor, divisor: int, tag: int) -> None:
         """Everyone's shard `rank` comes here and is added in rank order, in the dtype of `output`."""

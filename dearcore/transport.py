@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,9 @@ class Transport(Protocol):
     def all_reduce(self, output: torch.Tensor, flat: torch.Tensor, divisor: int, tag: int) -> None: ...
 
     def combine(self, tensor: torch.Tensor, op: str, tag: int) -> None: ...
+
+    def begin_combine(self, tensor: torch.Tensor, op: str, tag: int) -> Callable[[], None]:
+        """Sends what it can, in any thread; the function returned does the rest, in the thread of the others."""
 
     def broadcast(self, tensor: torch.Tensor, root: int, tag: int) -> None: ...
 

@@ -6,6 +6,7 @@ Cannot see: speed (bench), links that are slow or break (faults).
 from __future__ import annotations
 
 import time
+import unittest.mock
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dearcore import rings
 from dearcore.errors import CommunicatorError
 from dearcore.gloo import GlooCommunicator
 from dearcore.rings import PIECE_BYTES
@@ -257,6 +259,61 @@ def back_to_back(way: int, num_collectives: int) -> Tensor:
 def test_collectives_in_a_row_do_not_mix(pool: RankPool, way: int) -> None:
     expected = torch.arange(60) * 6.0  # 1 + 2 + 3
     assert_bit_equal(pool.run(back_to_back, way, 60, size=3, init=False, ddp=True), [expected] * 3)
+
+
+def begun_early(way: int, radix: int) -> None:
+    """Combinations begin before a reduce-scatter and end after it, in turn with others that begin at once."""
+    communicator = connect(way=way)
+    with unittest.mock.patch.object(rings, "RADIX", radix):
+        check_begun_early(communicator)
+    communicator.close()
+
+
+def check_begun_early(communicator: GlooCommunicator) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for turn in range(4):
+        everyone = torch.randint(0, 100, (world_size(), 11 + turn), generator=generator)
+        tensors = {op: everyone[rank()].clone() for op in ("max", "min", "sum")}
+        ends = [communicator.begin_combine(tensor, op, "agreement in step 1") for op, tensor in tensors.items()]
+        flat, output = flat_of(communicator, torch.full((2 * world_size(),), 1.0 + rank())), torch.zeros(2)
+        at_once = everyone[rank()].clone()
+        communicator.start_combine(at_once, "max", InlineStream(), "agreement in step 1")
+        communicator.start_reduce_scatter(output, flat, 1, InlineStream(), "reduce_scatter[0] in step 1")
+        for end in ends:
+            end()
+        assert_bit_equal(output, torch.full((2,), sum(range(world_size() + 1)) * 1.0))
+        expected = {"max": everyone.amax(0), "min": everyone.amin(0), "sum": everyone.sum(0)}
+        assert_bit_equal(tensors, expected)
+        assert_bit_equal(at_once, expected["max"])
+
+
+# radix 2: a second round over the network, in which one of three ranks hears of some twice
+@pytest.mark.parametrize(
+    ("size", "way", "radix"), [(2, 64, 4), (3, 64, 4), (4, 64, 4), (3, 64, 2), (4, 64, 2), (3, HOST_MEMORY, 4)]
+)
+def test_a_combination_may_begin_before_others(pool: RankPool, size: int, way: int, radix: int) -> None:
+    pool.run(begun_early, way, radix, size=size, init=False, ddp=True)
+
+
+def begun_alone() -> str:
+    """Rank 1 never begins. Only the end of it fails, with the label."""
+    communicator = connect(timeout_s=1.0)
+    if rank() == 1:
+        time.sleep(2.0)
+        communicator.close()
+        return ""
+    end = communicator.begin_combine(torch.zeros(3), "max", "agreement in step 1")
+    try:
+        end()
+    except CommunicatorError as error:
+        communicator.close()
+        return str(error)
+    return "no error"
+
+
+def test_a_combination_that_others_do_not_begin_fails_at_its_end(pool: RankPool) -> None:
+    texts = pool.run(begun_alone, size=2, init=False, ddp=True)
+    assert "rank 0 of 2: agreement in step 1 failed" in texts[0]
 
 
 # What differs between ranks must not mix

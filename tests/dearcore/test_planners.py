@@ -232,6 +232,21 @@ def test_dear_fill_uses_idle_time_in_the_backward() -> None:
     assert predict_iteration_s(profile, plan, plan_dear(plan)) == pytest.approx(13.1)
 
 
+def test_of_equally_good_schedules_dear_fill_bears_slower_links_best() -> None:
+    """As above with a forward of 1 s a layer, under which dear's gathers just fit: 14 s, filled or not.
+
+    With links a quarter slower dear takes 10.25 + 1.25 s to the first layer; gathers of the others end at 12.75 and 14
+    s, so that the last layer ends at 15 s. With the others gathered in the backward it ends at 14.5 s.
+    """
+    profile = profile_of([1, 1, 1], [3, 3, 3], [1, 1, 1], 0.0, 2.0)
+    plan, schedule = planners.dear_fill(profile, fusion=None)
+    assert ops(schedule) == "rs2 step2 ag2 rs1 step1 ag1 rs0 step0 ag0"
+    slower = replace(profile, reduce_scatter=profile.reduce_scatter.slower(1.25), all_gather=Link(0.0, 1.25 / 4))
+    for each, filled_s, plain_s in ((profile, 14, 14), (slower, 14.5, 15)):
+        assert predict_iteration_s(each, plan, schedule) == pytest.approx(filled_s)
+        assert predict_iteration_s(each, plan, plan_dear(plan)) == pytest.approx(plain_s)
+
+
 def test_dear_fill_is_dear_where_the_network_never_idles() -> None:
     profile = profile_of([1, 1, 1], [3, 3, 3], [0.1] * 3, 0.0, 10.0)
     plan, schedule = planners.dear_fill(profile, fusion=None)
