@@ -30,7 +30,7 @@ LINE_KEYS = (
     "live_mb_per_rank",
     "params_equal",
 )
-# What the issue asks of the faster of dear and dear-fill.
+# Targets of the faster of dear and dear-fill: docs/benchmarks.md.
 WITHIN_BEST_PEER, OVER_DDP, OVER_BEST_DDP, OVER_FSDP2, OF_COMPUTE, OF_BOUND = 1.02, 1.20, 1.10, 1.5, 0.95, 0.92
 PART_THAT_COUNTS = 0.5  # "wherever communication is at least half of compute"
 MAX_SPANS = 400  # a method
