@@ -17,8 +17,11 @@ __all__ = ["merge_for_dear", "merged_layers", "plan_groups", "plan_partitions"]
 MIB = 1024 * 1024
 SPLITS_MIB = (25.0, 8.0, 2.0, 0.5)  # larger tensors are cut: the step of a part runs under the reduction of the next
 THRESHOLDS_MIB = (0.0625, 0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 64.0, 256.0)
+DIVISORS = (2, 3, 4, 6, 8, 12, 16, 32, 64)  # of the model: what is small in MiB can still be cut
+NUM_IMPROVED = 4  # of the best groups that one begins with: single moves end in different ones
 MAX_TRIALS = 200  # predictions of single moves; one takes a few milliseconds
 WORTH = 1e-4  # of the iteration: what a move has to gain
+BUCKET_WORTH = 2.5e-4  # of the iteration: what each bucket more has to gain, for the host work that no profile knows
 
 
 def plan_groups(
@@ -91,18 +94,21 @@ def merge_for_dear(profile: Profile, params: Sequence[ParamSpec]) -> Plan:
     Both run in the same buckets and want different ones: in the backward a gradient should leave unless another latency
     is not worth it; in the forward the first buckets should be small. So groups are searched with the predictor: the
     best of fixed sizes and of MG-WFBP's rule, then single boundaries taken out or put in while that helps. So is the
-    size above which a tensor (an embedding, most often) is cut into buckets of its own.
+    size above which a tensor (an embedding, most often) is cut into buckets of its own. Where the network idles, many
+    buckets would look as good as few; each counts as a four-thousandth of the iteration.
     """
     candidates = [_contiguous([[i] for i in range(len(params))], len(params))]
     candidates.append(_contiguous(merged_layers(profile, profile.reduce_scatter), len(params)))
     specs = profile.specs()
-    for mib in THRESHOLDS_MIB:
-        plan = plan_threshold(specs, 1, mib * MIB)
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    for threshold_bytes in (*(mib * MIB for mib in THRESHOLDS_MIB), *(num_bytes / num for num in DIVISORS)):
+        plan = plan_threshold(specs, 1, threshold_bytes)
         starts = {slot.param for bucket in plan.buckets for slot in bucket.slots[:1]}
         candidates.append(_contiguous([[start] for start in starts], len(params)))
     searches = [_Search(profile, split_bytes) for split_bytes in _split_sizes(params)]
-    search, best = min(itertools.product(searches, candidates), key=lambda pair: pair[0].time_s(pair[1]))
-    best = search.improve(best)
+    begun = sorted(itertools.product(searches, candidates), key=lambda pair: pair[0].cost_s(pair[1]))
+    ended = [(search, search.improve(starts)) for search, starts in begun[:NUM_IMPROVED]]
+    search, best = min(ended, key=lambda pair: pair[0].cost_s(pair[1]))
     groups = _groups(best, params, search.split_bytes)
     return plan_groups(params, profile.world_size, groups, "merged for both halves", search.split_bytes)
 
@@ -124,17 +130,19 @@ class _Search:
         self.params = profile.specs()
         self._known: dict[frozenset[int], float] = {}
 
-    def time_s(self, starts: frozenset[int]) -> float:
+    def cost_s(self, starts: frozenset[int]) -> float:
+        """The predicted time, and what is counted for buckets."""
         if starts not in self._known:
             groups = _groups(starts, self.params, self.split_bytes)
             plan = plan_groups(self.params, 1, groups, "candidate", self.split_bytes)
-            self._known[starts] = predict_iteration_s(self._profile, plan, plan_dear(plan))
+            time_s = predict_iteration_s(self._profile, plan, plan_dear(plan))
+            self._known[starts] = time_s * (1 + BUCKET_WORTH * len(plan.buckets))
         return self._known[starts]
 
     def improve(self, starts: frozenset[int]) -> frozenset[int]:
         """Tries boundaries from the first layers on, which nothing hides, until no single one helps."""
-        best_s, num_trials = self.time_s(starts), 0
-        if best_s <= dear_bound_s(self._profile) * (1 + WORTH):
+        best_s, num_trials = self.cost_s(starts), 0
+        if best_s <= dear_bound_s(self._profile) * (1 + BUCKET_WORTH):
             return starts
         improved = True
         while improved:
@@ -144,8 +152,8 @@ class _Search:
                     return starts
                 num_trials += 1
                 candidate = starts ^ {change}
-                if self.time_s(candidate) < best_s * (1 - WORTH):
-                    starts, best_s, improved = candidate, self.time_s(candidate), True
+                if self.cost_s(candidate) < best_s * (1 - WORTH):
+                    starts, best_s, improved = candidate, self.cost_s(candidate), True
         return starts
 
     def _middles(self, starts: frozenset[int]) -> list[int]:

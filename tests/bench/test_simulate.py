@@ -99,7 +99,9 @@ def test_uniform_layers_meet_the_closed_forms(tc_s: float) -> None:
         "dear-fill-merge": max(tf + tb, tc_s),
     }
     found = {method: simulate(profile, method).prediction.iteration_s for method in expected}
-    assert found == {method: pytest.approx(time_s, rel=0.015) for method, time_s in expected.items()}
+    # the merged plan saves buckets, each of which has to gain a four-thousandth
+    allowed = {"dear-merge": 0.025, "dear-fill-merge": 0.025}
+    assert found == {m: pytest.approx(time_s, rel=allowed.get(m, 0.015)) for m, time_s in expected.items()}
     prioritized_s = simulate(profile, "bytescheduler").prediction.iteration_s
     assert expected["dear-fill-merge"] * (1 - 1e-9) <= prioritized_s <= expected["wfbp"] * 1.01
 
