@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import NullFormatter
 
 from bench.compare.rows import best_of, median_ms
@@ -41,7 +42,8 @@ def draw_speedups(by_model: Mapping[str, Sequence[Line]], title: str) -> Figure:
     num_columns = min(3, len(by_model))
     num_rows = math.ceil(len(by_model) / num_columns)
     longest = max(sum(not line["absent"] for line in lines) for lines in by_model.values())
-    figure = Figure(figsize=(4.6 * num_columns, (0.21 * longest + 1.1) * num_rows + 0.5), layout="constrained")
+    size = (4.6 * num_columns, (0.21 * longest + 1.1) * num_rows + 0.5)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.06))
     axes = figure.subplots(num_rows, num_columns, squeeze=False).reshape(-1)
     for ax, (model, lines) in zip(axes, by_model.items(), strict=False):
         _speedups(ax, model, lines)
@@ -107,7 +109,9 @@ def draw_lanes(lines: Sequence[Line], title: str) -> Figure:
     ax.tick_params(axis="x", labelsize=8)
     order = [what for what in LANE_COLORS if what in seen]
     names = [LANE_NAMES.get(what, what) for what in order]
-    figure.legend([seen[what] for what in order], names, loc="outside lower center", ncols=8, fontsize=8, frameon=False)
+    figure.legend(
+        [seen[what] for what in order], names, loc="outside lower center", ncols=len(order), fontsize=8, frameon=False
+    )
     ax.set_title(title, fontsize=10.5)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)

@@ -49,7 +49,8 @@ INTRO = (
     "Every way to train in one run, methods interleaved. Bars: speed-up over DDP with its default buckets; black line: "
     "20th to 80th percentile; red tick: the bound of the method (an ideal network without latency, each byte at the "
     "bus bandwidth of gloo's all_reduce in the same run). Green: dear; grey: peers; yellow: published "
-    "schedules run by dear's executor; light: references that train nothing, or the wrong weights."
+    "schedules run by dear's executor; light: references that train nothing, or the wrong weights. Lanes show compute "
+    "of every method, and what moves where dear's executor moves it: DDP and FSDP2 do not tell."
 )
 
 
