@@ -43,6 +43,9 @@ HEADS = {
     "sent_mb": "sent MB<br>a rank",
     "live_mb": "live MB<br>a rank",
     "params_equal": "weights<br>equal",
+    "peak_rss_mb": "peak RSS<br>MB a rank",
+    "num_buckets": "buckets",
+    "live_over_params": "live /<br>parameters",
     "note": "plan, or why absent",
 }
 INTRO = (
