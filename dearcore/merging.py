@@ -19,7 +19,7 @@ SPLITS_MIB = (25.0, 8.0, 2.0, 0.5)  # larger tensors are cut: the step of a part
 THRESHOLDS_MIB = (0.0625, 0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 64.0, 256.0)
 DIVISORS = (2, 3, 4, 6, 8, 12, 16, 32, 64)  # of the model: what is small in MiB can still be cut
 NUM_IMPROVED = 4  # of the best groups that one begins with: single moves end in different ones
-MAX_TRIALS = 200  # predictions of single moves; one takes a few milliseconds
+MAX_TRIALS = 50  # predictions of single moves from each of them; one takes a few milliseconds
 WORTH = 1e-4  # of the iteration: what a move has to gain
 BUCKET_WORTH = 2.5e-4  # of the iteration: what each bucket more has to gain, for the host work that no profile knows
 
@@ -106,7 +106,7 @@ def merge_for_dear(profile: Profile, params: Sequence[ParamSpec]) -> Plan:
         starts = {slot.param for bucket in plan.buckets for slot in bucket.slots[:1]}
         candidates.append(_contiguous([[start] for start in starts], len(params)))
     searches = [_Search(profile, split_bytes) for split_bytes in _split_sizes(params)]
-    begun = sorted(itertools.product(searches, candidates), key=lambda pair: pair[0].cost_s(pair[1]))
+    begun = sorted(itertools.product(searches, dict.fromkeys(candidates)), key=lambda pair: pair[0].cost_s(pair[1]))
     ended = [(search, search.improve(starts)) for search, starts in begun[:NUM_IMPROVED]]
     search, best = min(ended, key=lambda pair: pair[0].cost_s(pair[1]))
     groups = _groups(best, params, search.split_bytes)
