@@ -8,7 +8,6 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGES = ("dear", "dearcore", "kernels/dear_kernels")
-MAX_LINES = 450
 HOST_WIDE_SYNC = {"torch.cuda.synchronize", "cuda.synchronize", "torch.accelerator.synchronize"}
 
 
@@ -18,9 +17,6 @@ def complaints(path: str, source: str) -> list[str]:
     found = []
     if not path.endswith("__main__.py") and not _assigns_all(tree):
         found.append(f"{path} has no __all__; list what other modules may use, or write `__all__: list[str] = []`")
-    num_lines = len(source.splitlines())
-    if num_lines > MAX_LINES:
-        found.append(f"{path} has {num_lines} lines; at most {MAX_LINES}: split it by level")
     for number, line in enumerate(source.splitlines(), 1):
         if re.search(r"\b(TODO|FIXME)\b", line):
             found.append(f"{path}:{number} is unfinished: {line.strip()}")
@@ -58,7 +54,6 @@ def test_package_follows_the_house_rules(package: str) -> None:
         ("import os", "a.py has no __all__"),
         ("def f():\n    __all__ = ['f']", "a.py has no __all__"),
         ("__all__: list[str]", "a.py has no __all__"),
-        ("__all__ = []" + "\n" * MAX_LINES + "x = 1", f"a.py has {MAX_LINES + 1} lines"),
         ("__all__ = []\nx = 1  # TODO later", "a.py:2 is unfinished: x = 1  # TODO later"),
         ("__all__ = []\n# FIXME", "a.py:2 is unfinished: # FIXME"),
         ("__all__ = []\nimport torch\ntorch.cuda.synchronize()", "a.py:3 stops the whole device"),
@@ -76,7 +71,6 @@ def test_checker_reports(source: str, complaint: str) -> None:
     [
         ("__main__.py", "import os"),
         ("a.py", '"""Never torch.cuda.synchronize()."""\n__all__ = ["f"]\ndef f(event):\n    event.synchronize()'),
-        ("a.py", "__all__: list[str] = []" + "\n" * (MAX_LINES - 1) + "x = 1"),
     ],
 )
 def test_checker_accepts(path: str, source: str) -> None:
