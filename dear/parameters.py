@@ -9,6 +9,8 @@ decides what is right, and no rank starts a collective by touching a parameter.
 from __future__ import annotations
 
 import copy
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn, cast
@@ -55,7 +57,7 @@ _METADATA = _metadata_functions()
 
 
 class PendingParameter(nn.Parameter):
-    """Mixin of the classes that parameters belong to while they are pending; `dear_gate` is set by the gate."""
+    """Mixin of the classes that parameters belong to while they are pending; `Gate` makes one for each class."""
 
     dear_gate: ClassVar[Gate]
 
@@ -75,29 +77,69 @@ class PendingParameter(nn.Parameter):
                 kind.dear_gate.wait(args)
         return func(*args, **(kwargs or {}))
 
-    def share_memory_(self) -> NoReturn:  # moves the memory of all buckets, into which others may be gathering
-        raise ScheduleError(
-            f"the memory of '{self.dear_gate.name_of(self)}' cannot be moved while parameters are on their way. Call "
-            "synchronize() first, or share_memory() before wrapping."
-        )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        self.dear_gate.wait((self,))
-        return cast(nn.Parameter, copy.deepcopy(self, memo))
+# What is looked up on the class, so that it cannot ask the parameter for its gate: another thread may have given the
+# parameter its own class back since.
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.dear_gate.wait((self,))
-        return self.__reduce_ex__(protocol)
+
+def _pending_share_memory(gate: Gate, param: nn.Parameter) -> NoReturn:
+    raise ScheduleError(
+        f"the memory of '{gate.name_of(param)}' cannot be moved while parameters are on their way. Call "
+        "synchronize() first, or share_memory() before wrapping."
+    )
+
+
+def _pending_deepcopy(gate: Gate, param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    gate.wait((param,))
+    return copy.deepcopy(param, memo)
+
+
+def _pending_reduce(gate: Gate, param: nn.Parameter, protocol: Any) -> Any:
+    gate.wait((param,))
+    return param.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _pending_class(gate: Gate, own: type) -> type:
+    def method(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda param, *args: function(gate, param, *args)
+
+    members = {
+        "dear_gate": gate,
+        "__slots__": (),
+        "share_memory_": method(_pending_share_memory),
+        "__deepcopy__": method(_pending_deepcopy),
+        "__reduce_ex__": method(_pending_reduce),
+    }
+    bases = (PendingParameter,) if own is nn.Parameter else (PendingParameter, own)
+    return type(f"Pending{own.__name__}", bases, members)
+
+
+Flight = tuple[Event, ...]  # the events of one step's gathers, as they were recorded then
 
 
 class Gate:
     """Parameters that become fresh together: those of one bucket, or one tensor that is split over several.
 
+    Any thread may touch the parameters while another one steps. What keeps that right:
+
+    1. `arm` makes a *flight*: the events of this step, as recorded now. It is never used again, so that a thread that
+       has waited for step k knows by identity whether step k + 1 has begun since.
+    2. While the flight that was armed last has not landed, every member belongs to its pending class. Only the thread
+       that has waited for *that very flight* disarms: it clears `_flight` and gives the members their class back.
+    3. Arming and disarming are one critical section each. `wait` blocks outside of it and returns only when there is no
+       flight left; that of a later step, armed meanwhile, is waited for as well.
+    4. After `close` the gate is never pending again: `arm` then waits itself.
+
+    tests/dear/test_gate.py explores every interleaving of two waiters, two steps and a closer.
+
     Args:
         params: (name, parameter) pairs.
-        events: `params_gathered` of the bucket, or buckets.
-        on_wait: told (gate, name of the parameter touched, seconds waited) after each wait.
+        events: `params_fresh` of the bucket, or buckets, in their order; recorded before each `arm`.
+        on_wait: told (buckets, name of the parameter touched, seconds waited) after each wait, by whoever waited.
     """
+
+    # One for all gates: two may have the same member (recorder.py). Held for a few assignments, never while waiting.
+    _switching: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
         self,
@@ -110,7 +152,8 @@ class Gate:
         self._names = {id(param): name for name, param in params}
         self._events = events
         self._on_wait = on_wait
-        self._pending = False
+        self._flight: Flight | None = None
+        self._closed = False
         self.compiler_touched = False  # compiled code reads the parameters
         self.is_eager = False  # and no door stands before it: never armed, so step() waits
         classes: dict[type, type] = {}
@@ -118,8 +161,7 @@ class Gate:
         for _, param in params:
             own = type(param)
             if own not in classes:
-                bases = (PendingParameter,) if own is nn.Parameter else (PendingParameter, own)
-                classes[own] = type(f"Pending{own.__name__}", bases, {"dear_gate": self, "__slots__": ()})
+                classes[own] = _pending_class(self, own)
             self._members.append((param, own, classes[own]))
 
     def params(self) -> list[nn.Parameter]:
@@ -131,26 +173,53 @@ class Gate:
     def holds_any(self, param_ids: set[int]) -> bool:
         return not param_ids.isdisjoint(self._names)
 
+    @property
+    def is_pending(self) -> bool:
+        """True if whoever touches one of the parameters waits."""
+        return self._flight is not None
+
     def arm(self) -> None:
-        """From now on whoever touches one of the parameters waits for the events."""
-        self._pending = True
-        if self.is_eager:
+        """From now on whoever touches one of the parameters waits for the events. One thread arms: that which steps."""
+        flight = tuple([event.as_of_now() for event in self._events])
+        with self._switching:
+            self._flight = flight
+            if not (self.is_eager or self._closed):
+                for param, _, pending in self._members:
+                    param.__class__ = pending
+        if self.is_eager or self._closed:
             self.wait()
-            return
-        for param, _, pending in self._members:
-            param.__class__ = pending
 
     def wait(self, args: Sequence[Any] = ()) -> None:
         """Makes the compute stream wait and gives the parameters their class back. Raises CommunicatorError."""
-        if not self._pending:
-            return
-        if torch.compiler.is_compiling():
-            self.compiler_touched = True
-        start_s = time.perf_counter()
-        for event in self._events:
-            event.wait_compute()
-        self._pending = False
-        touched = next((self._names[id(arg)] for arg in args if id(arg) in self._names), "")
-        for param, own, _ in self._members:
-            param.__class__ = own
-        self._on_wait(self.buckets, touched, time.perf_counter() - start_s)
+        while (flight := self._flight) is not None:
+            if torch.compiler.is_compiling():
+                self.compiler_touched = True
+            start_s = time.perf_counter()
+            for event in flight:
+                event.wait_compute()
+            waited_s = time.perf_counter() - start_s
+            with self._switching:
+                if self._flight is flight:
+                    self._flight = None
+                    for param, own, pending in self._members:
+                        if type(param) is pending:  # else it is another gate's that was armed after this one
+                            param.__class__ = own
+            touched = next((self._names[id(arg)] for arg in args if id(arg) in self._names), "")
+            self._on_wait(self.buckets, touched, waited_s)
+
+    def close(self) -> None:
+        """Waits, and is never pending again. Raises CommunicatorError; the parameters then stay pending."""
+        self._closed = True
+        self.wait()
+
+
+def _renew_lock() -> None:
+    Gate._switching = threading.Lock()
+
+
+# A child of os.fork must not inherit the lock from a thread that it does not have.
+os.register_at_fork(
+    before=lambda: Gate._switching.acquire(),
+    after_in_parent=lambda: Gate._switching.release(),
+    after_in_child=_renew_lock,
+)

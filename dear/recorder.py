@@ -137,7 +137,7 @@ class Recorder:
 
     def _touched(self, index: int, buckets: tuple[int, ...], touched: str, waited_s: float) -> None:
         if self._now is not None and not self._now.ready:  # else the gate is only released
-            self._now.needed[index] = self._streams.new_stamp()
+            self._now.needed.setdefault(index, self._streams.new_stamp())  # of several threads the first
 
     def _forward_ended(self) -> None:
         if self._now is not None and torch.is_grad_enabled():

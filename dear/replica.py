@@ -264,8 +264,9 @@ class Replica:
         self.gates.clear()
 
     def release(self) -> None:
-        """Gives every parameter memory of its own again."""
-        self.wait_fresh()
+        """Gives every parameter memory of its own again; no gate is pending from now on."""
+        for gate in self.gates:
+            gate.close()
         for tracked in self.tracked:
             old = tracked.param.data
             tracked.param.data = torch.empty_strided(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,9 +85,12 @@ def _slowest(peers: Sequence[Status]) -> int | None:
 
 
 class WaitLog:
+    """Waits of the thread that steps: those of others (evaluation, saving) delay no iteration."""
+
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self.tuning: Tuning | None = None
+        self._thread = threading.get_ident()
         self._waited_s = 0.0
         self._total_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
@@ -95,13 +99,15 @@ class WaitLog:
         self._first_s = self._last_s = 0.0
 
     def waited(self, buckets: tuple[int, ...], touched: str, seconds: float) -> None:
+        if threading.get_ident() != self._thread:
+            return
         end_s = time.perf_counter()
         label = f"wait[{', '.join(map(str, buckets))}]" + (f" ({touched})" if touched else "")
         self._trace.add("compute", label, end_s - seconds, end_s)
         self._waited_s += seconds
         for bucket in buckets:
-            self._total_s[bucket] = self._total_s.get(bucket, 0.0) + seconds
             self._longest_s[bucket] = max(self._longest_s.get(bucket, 0.0), seconds)
+            self._total_s[bucket] = self._total_s.get(bucket, 0.0) + seconds
             if touched:
                 self._module[bucket] = touched.rpartition(".")[0] or touched
 
@@ -113,6 +119,7 @@ class WaitLog:
         self._steps_before = self._num_steps
 
     def step_ended(self) -> None:
+        self._thread = threading.get_ident()
         self._last_s = time.perf_counter()
         if not self._num_steps:
             self._first_s = self._last_s
@@ -135,9 +142,9 @@ class WaitLog:
                 bucket,
                 self._module.get(bucket, plan.buckets[bucket].first_names(1)),
                 1e3 * total / steps_of_plan,
-                1e3 * self._longest_s[bucket],
+                1e3 * self._longest_s.get(bucket, 0.0),
             )
-            for bucket, total in self._total_s.items()
+            for bucket, total in list(self._total_s.items())  # the thread that steps may add to it
             if bucket < len(plan.buckets)
         ]
         return Stats(

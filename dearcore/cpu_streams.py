@@ -29,6 +29,9 @@ class Event(Protocol):
 
     def is_done(self) -> bool: ...
 
+    def as_of_now(self) -> Event:
+        """This recording, whatever is recorded later."""
+
 
 class Stream(Protocol):
     def run(self, name: str, work: Callable[[], None]) -> None:
@@ -88,6 +91,11 @@ class CpuEvent:
 
     def is_done(self) -> bool:
         return self._flag.is_set()
+
+    def as_of_now(self) -> CpuEvent:
+        recording = CpuEvent()
+        recording._flag = self._flag
+        return recording
 
     def fail(self, error: BaseException) -> None:
         """Wakes every waiter with `error`: for watchdogs, when the stream itself is stuck."""

@@ -72,7 +72,6 @@ class _CudaEvent:
             self._flag.set(error)
 
     def as_of_now(self) -> _CudaEvent:
-        """This recording, whatever is recorded later."""
         copy = _CudaEvent()
         copy._flag, copy._cuda, copy._worker = self._flag, self._cuda, self._worker
         return copy

@@ -279,7 +279,7 @@ class Training:
 
     @property
     def num_pending(self) -> int:
-        return sum(gate._pending for gate in self.optimizer._engine.replica.gates)
+        return sum(gate.is_pending for gate in self.optimizer._engine.replica.gates)
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
