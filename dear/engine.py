@@ -21,7 +21,7 @@ from dearcore.schedule import Schedule
 from dearcore.streams import Streams
 from dearcore.trace import Trace
 
-from . import checkpoint, hooks
+from . import below_dispatch, checkpoint, hooks
 from .adaptation import Beside, measure_and_plan
 from .agreement import check_agreement, describe, described_profile
 from .bindings import Bindings
@@ -85,6 +85,7 @@ class Engine:
         self._doors = Doors(model)
         self._foreign = None if shared is None else ForeignCollectives(model, self.streams)
         hide_from_dynamo()
+        below_dispatch.install()
         try:
             self._start(model, this)
         except BaseException:

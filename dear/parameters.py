@@ -99,6 +99,11 @@ def _pending_reduce(gate: Gate, param: nn.Parameter, protocol: Any) -> Any:
     return param.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+def _pending_as_subclass(gate: Gate, param: nn.Parameter, cls: type) -> torch.Tensor:
+    gate.wait((param,))
+    return param.as_subclass(cls)
+
+
 def _pending_class(gate: Gate, own: type) -> type:
     def method(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda param, *args: function(gate, param, *args)
@@ -106,6 +111,7 @@ def _pending_class(gate: Gate, own: type) -> type:
     members = {
         "dear_gate": gate,
         "__slots__": (),
+        "as_subclass": method(_pending_as_subclass),  # which torch does not dispatch
         "share_memory_": method(_pending_share_memory),
         "__deepcopy__": method(_pending_deepcopy),
         "__reduce_ex__": method(_pending_reduce),
