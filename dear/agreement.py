@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,14 @@ from dearcore.profile import Profile
 __all__ = ["check_agreement", "describe", "described_profile"]
 
 
-def describe(model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str]) -> list[str]:
-    """One line for each thing that has to be the same on every rank."""
+def describe(
+    model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str], sent: Collection[str], aliases: Sequence[str]
+) -> list[str]:
+    """One line for each thing that has to be the same on every rank.
+
+    Of the model that is what stands in the optimizer, the parameters and buffers that are `sent` from rank to rank,
+    and the `aliases`, a line each.
+    """
     lines = [f"optimizer class {type(optimizer).__module__}.{type(optimizer).__qualname__}", *options]
     owner = {
         param: f"{number}, place {place}"  # of the same order in checkpoints
@@ -24,13 +30,17 @@ def describe(model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str
         for place, param in enumerate(group["params"])
     }
     for name, param in model.named_parameters():
+        if param not in owner and name not in sent:
+            continue
         state = optimizer.state.get(param, {})
         history = ", ".join(f"{key}={_value(value)}" for key, value in sorted(state.items()))
         lines.append(
             f"parameter '{name}': shape {tuple(param.shape)}, {param.dtype}, requires_grad {param.requires_grad}, "
             f"group {owner.get(param, 'none')}, state {{{history}}}"
         )
-    lines += [f"buffer '{name}': shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in sent]
+    lines += [f"buffer '{name}': shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in buffers]
+    lines += aliases
     for number, group in enumerate(optimizer.param_groups):
         lines.append(f"group {number}: {len(group['params'])} parameters")
         keys = [key for key in sorted(group) if key not in ("params", "param_names")]

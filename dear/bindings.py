@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn, optim
 
 from dearcore.errors import ScheduleError
@@ -13,7 +13,7 @@ from dearcore.errors import ScheduleError
 from .parameters import without_waiting
 from .tracked import TrackedParameter
 
-__all__ = ["Bindings"]
+__all__ = ["Bindings", "warn_if_shared"]
 
 
 class Bindings:
@@ -34,13 +34,13 @@ class Bindings:
         self._frozen = [
             (name, p) for name, p in model.named_parameters() if id(p) in in_optimizer and id(p) not in trained
         ]
+        self._has_warned = False
         self._look_at_modules()
         self.rebind()
 
     def rebind(self) -> None:
         """Takes the present memory of the parameters as the right one."""
-        self._views = [t.param.data for t in self._tracked]
-        self._addresses = [view.data_ptr() for view in self._views]
+        self._addresses = [t.param.data_ptr() for t in self._tracked]
 
     def check(self) -> None:
         """Raises ScheduleError where the model has changed in a way that training would silently miss."""
@@ -93,17 +93,37 @@ class Bindings:
             )
 
     def _take_back(self, tracked: TrackedParameter) -> None:
-        index = tracked.spec.index
-        view, found = self._views[index], tracked.param.data
+        view, found = tracked.memory, tracked.param.data
+        assert view is not None
         if found.dtype != view.dtype or found.device != view.device or found.shape != view.shape:
             raise ScheduleError(
                 f"parameter '{tracked.spec.fqn}' was {view.dtype} on {view.device} with shape {tuple(view.shape)} when "
                 f"it was wrapped and is {found.dtype} on {found.device} with shape {tuple(found.shape)} now. Convert "
                 "the model first, then wrap it."
             )
-        with torch.no_grad():
-            view.copy_(found)
-        tracked.param.data = view
+        self._warn_if_shared(tracked)
+        tracked.take_back()
+
+    def _warn_if_shared(self, tracked: TrackedParameter) -> None:
+        if not self._has_warned:
+            self._has_warned = warn_if_shared([tracked])
+
+
+def warn_if_shared(tracked: Sequence[TrackedParameter]) -> bool:
+    """Warns of parameters in memory that other processes may hold: what is trained stands in a bucket's memory.
+
+    Not an error: whoever sends a model to another process moves it into shared memory, and most want its values only.
+    """
+    for t in tracked:
+        if t.param.device.type == "cpu" and t.param.untyped_storage().is_shared():  # on CUDA it always is
+            warnings.warn(
+                f"parameter '{t.spec.fqn}' was in shared memory (share_memory_(), or sent to another process) and is "
+                "trained in memory of this process from now on: other processes keep the values that it has now. Send "
+                "parameters again whenever others shall see newer ones.",
+                stacklevel=2,
+            )
+            return True
+    return False
 
 
 def _groups_of(optimizer: optim.Optimizer) -> list[list[int]]:

@@ -11,6 +11,7 @@ from torch import optim
 
 from dearcore.bucket import accumulate_dtype
 from dearcore.errors import ArgumentError
+from dearcore.storage import put_values
 
 from .context import current
 
@@ -119,7 +120,7 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor], root_rank: int = 0
 ) -> None:
-    """Gives every rank the root's values, in place.
+    """Gives every rank the root's values, in place (else, where elements share memory and must not, in new memory).
 
     Args:
         params: a `state_dict()`, `named_parameters()` or `parameters()`; the same names and shapes on every rank.
@@ -142,7 +143,9 @@ def broadcast_parameters(
             )
     with torch.no_grad():
         for _, tensor in tensors:
-            tensor.copy_(broadcast(tensor, root_rank))
+            values = broadcast(tensor, root_rank)
+            if not put_values(tensor, values):
+                tensor.data = values
 
 
 def broadcast_optimizer_state(optimizer: optim.Optimizer, root_rank: int = 0) -> None:

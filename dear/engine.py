@@ -24,7 +24,8 @@ from dearcore.trace import Trace
 from . import below_dispatch, checkpoint, hooks
 from .adaptation import Beside, measure_and_plan
 from .agreement import check_agreement, describe, described_profile
-from .bindings import Bindings
+from .aliases import check_layouts, find_aliases
+from .bindings import Bindings, warn_if_shared
 from .claims import check_unclaimed, claim, give_up
 from .doors import Doors, OwnHook, hide_from_dynamo
 from .foreign import ForeignCollectives
@@ -37,6 +38,7 @@ from .ranks import broadcast_values, gather_objects
 from .recorder import Recorder
 from .relayout import move_shards
 from .replica import Numerics, Replica, settle_gradient
+from .scope import check_alike, tensors_in_scope
 from .stats import WaitLog
 from .tracked import track
 from .tuner import check_installed, is_installed
@@ -52,7 +54,7 @@ FILL = "dear-fill"
 class Engine:
     """Owns the hooks, the replica of the present plan and how it is updated. Every method is for all ranks alike.
 
-    Construction is collective: it checks that all ranks wrap the same thing, then broadcasts from the first rank.
+    Construction is collective: it checks that all ranks wrap the same thing, then broadcasts it from the first rank.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         self.tracked = track(optimizer, model, functools.partial(hooks.unscale, this))
         self.closed = self.local_only = self._was_local = self._unscaled = self._stepped = False
         check_unclaimed(self.tracked)
+        find_aliases(model, self.tracked)
         self.trace = Trace()
         self.log = WaitLog(self.trace)
         self.communicator: Communicator
@@ -100,15 +103,25 @@ class Engine:
         lines = [str(self.options), *described_profile(self.profile)]
         if self.options.fusion == AUTO:
             lines.append(f"bayesian-optimization installed: {is_installed()}")
-        check_agreement(describe(model, self.optimizer, lines), self.gather_objects)
+        at_start = tensors_in_scope(model, self.tracked, self.options.broadcast)
+        sent = {*at_start, *(self._buffers_of_all() if self.options.broadcast_buffers else ())}
+        aliases = [
+            f"'{alias.name}' in the memory of parameter '{t.spec.fqn}'" for t in self.tracked for alias in t.aliases
+        ]
+        check_agreement(describe(model, self.optimizer, lines, sent, aliases), self.gather_objects)
         if self.options.fusion == AUTO:
             check_installed()
         # memory formats may differ from rank to rank; buckets need one
-        for tracked, strides in zip(
-            self.tracked, self.gather_objects([t.strides for t in self.tracked])[0], strict=True
-        ):
+        layouts = self.gather_objects(
+            [(t.strides, tuple(a.name for a in t.aliases if not a.is_whole)) for t in self.tracked]
+        )
+        check_layouts(layouts, [t.spec.fqn for t in self.tracked])
+        for tracked, (strides, _) in zip(self.tracked, layouts[0], strict=True):
             tracked.adopt_strides(strides)
-        self.broadcast([*model.parameters(), *model.buffers()])
+        warn_if_shared(self.tracked)
+        if self.options.broadcast == "none":
+            check_alike(self.tracked, self.gather_objects)
+        self.broadcast(list(at_start.values()))
         self._passes = bytearray(len(self.tracked))
         if self.profile is not None:
             self.profile.check_fits([t.spec for t in self.tracked], self.communicator.size)
@@ -405,7 +418,12 @@ class Engine:
     # -- ranks -------------------------------------------------------------------------------------------------------
 
     def broadcast_buffers(self, root: int) -> None:
-        self.broadcast(list(self.model.buffers()), root)
+        self.broadcast(list(self._buffers_of_all().values()), root)
+
+    def _buffers_of_all(self) -> dict[str, torch.Tensor]:
+        """Not those that stand in the memory of a trained parameter, which is the same everywhere, or on its way."""
+        aliases = {id(alias.tensor) for t in self.tracked for alias in t.aliases}
+        return {name: buffer for name, buffer in self.model.named_buffers() if id(buffer) not in aliases}
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         """Gives every rank the root's values, in place; blocks until done."""

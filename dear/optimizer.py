@@ -26,6 +26,7 @@ from .following import joined
 from .joining import Call
 from .options import Options
 from .planning import check_fusion, check_profile
+from .scope import check_scope
 from .stats import Stats
 
 __all__ = ["DistributedOptimizer"]
@@ -39,8 +40,8 @@ _REFUSED: dict[type[optim.Optimizer], str] = {  # subclasses too
 class DistributedOptimizer(optim.Optimizer):
     """Trains an unmodified module on several ranks with all communication hidden behind backward and forward.
 
-    Construction broadcasts parameters and buffers from the first rank of the group, after a check that all ranks wrap
-    the same thing. From then on `backward()` averages gradients over ranks, `step()` updates this rank's part of the
+    Construction broadcasts what is trained from the first rank of the group, after a check that all ranks wrap the same
+    thing. From then on `backward()` averages gradients over ranks, `step()` updates this rank's part of the
     weights, and the next forward waits for the others' parts layer by layer, where it touches them. Parameters are
     fresh wherever Python touches them.
 
@@ -57,7 +58,12 @@ class DistributedOptimizer(optim.Optimizer):
         accumulate: backward passes before gradients are averaged; the earlier ones stay local.
         reduce_dtype: dtype of gradients on the wire; None: each parameter's own.
         master_dtype: dtype of the shards of bf16 and fp16 parameters; None keeps no masters. Whole gradients keep none.
-        broadcast_buffers: give every rank the first rank's buffers before each training forward.
+        broadcast: what construction gives every rank from the first. "trained": the parameters that this optimizer
+            trains, and the buffers beside them (of the smallest module around them that has parameters, if all its
+            trainable ones are trained here): of an ordinary model all but what is frozen. The rest may differ from rank
+            to rank, even in shape. "all": every parameter and buffer of the model, as DDP does. "none": nothing; the
+            trained parameters must be alike already (checked).
+        broadcast_buffers: give every rank the first rank's buffers, all of the model's, before each training forward.
         group: ranks that train together: a torch ProcessGroup, a list of ranks, or None for all.
 
     Raises:
@@ -77,6 +83,7 @@ class DistributedOptimizer(optim.Optimizer):
         accumulate: int = 1,
         reduce_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = torch.float32,
+        broadcast: str = "trained",
         broadcast_buffers: bool = False,
         group: object = None,
     ) -> None:
@@ -84,9 +91,10 @@ class DistributedOptimizer(optim.Optimizer):
         _check_arguments(optimizer, model, shard, accumulate, reduce_dtype, master_dtype)
         check_fusion(fusion)
         check_profile(profile, schedule, fusion)
+        check_scope(broadcast)
         on_shards = steps_on_shards(optimizer) if shard == "auto" else bool(shard)
         options = Options(
-            schedule, fusion, profile, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers
+            schedule, fusion, profile, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers, broadcast
         )
         self._optimizer = optimizer
         self._has_loaded = any(optimizer.state.values())

@@ -25,3 +25,4 @@ class Options:
     reduce_dtype: torch.dtype | None
     master_dtype: torch.dtype | None
     broadcast_buffers: bool
+    broadcast: str = "trained"

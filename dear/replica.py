@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from dearcore.bucket import BucketRuntime, FlatPool
 from dearcore.communicator import Communicator
@@ -57,7 +58,7 @@ class Standing:
 
 @dataclass(slots=True)
 class Replica:
-    """Parameters become views of one flat buffer for each dtype; `launch` turns ops of the schedule into enqueued work.
+    """Parameters stand in one flat buffer for each dtype; `launch` turns ops of the schedule into enqueued work.
 
     `read_hyper` gives the options of each parameter group at this moment; `on_wait` hears of every wait of a gate.
     """
@@ -97,7 +98,7 @@ class Replica:
         self.gates = [
             Gate(
                 buckets,
-                [(t.spec.fqn, t.param) for t in members],
+                [named for t in members for named in _waiting(t)],
                 [self.buckets[b].params_fresh for b in buckets],
                 self.on_wait,
             )
@@ -268,10 +269,7 @@ class Replica:
         for gate in self.gates:
             gate.close()
         for tracked in self.tracked:
-            old = tracked.param.data
-            tracked.param.data = torch.empty_strided(
-                old.shape, tracked.strides, dtype=old.dtype, device=old.device
-            ).copy_(old)
+            tracked.move_out()
 
     def follow_reduction(self, standing: Standing) -> None:
         """The next reduction, with what this rank has left, onto what other ranks' gradients are added to."""
@@ -380,7 +378,7 @@ class Replica:
         return buckets
 
     def _move_parameters(self) -> list[torch.Tensor]:
-        """Makes every parameter a view of a flat buffer, keeping values and strides. Returns one flat a bucket."""
+        """Moves every parameter into a flat buffer, keeping values and strides. Returns one flat a bucket."""
         flats: list[torch.Tensor] = []
         for dtype, numel in self._storage_numel().items():
             whole = torch.zeros(numel, dtype=dtype, device=self.streams.device)
@@ -399,9 +397,7 @@ class Replica:
                 if slot.start == 0:
                     tracked = self.tracked[slot.param]
                     start = flat.storage_offset() + slot.offset
-                    view = torch.as_strided(flat, tracked.spec.shape, tracked.strides, start)
-                    view.copy_(tracked.param.data)
-                    tracked.param.data = view
+                    tracked.move_into(torch.as_strided(flat, tracked.spec.shape, tracked.strides, start))
         return storage
 
     def _storage_numel(self) -> dict[torch.dtype, int]:
@@ -409,6 +405,12 @@ class Replica:
         for bucket in self.plan.buckets:
             numel[bucket.dtype] = numel.get(bucket.dtype, 0) + _aligned(bucket.padded_numel, bucket.dtype)
         return numel
+
+
+def _waiting(tracked: TrackedParameter) -> list[tuple[str, nn.Parameter]]:
+    """What must not be read while the parameter is on its way."""
+    aliases = [(alias.name, cast(nn.Parameter, alias.tensor)) for alias in tracked.aliases]
+    return [(tracked.spec.fqn, tracked.param), *aliases]
 
 
 def settle_gradient(tracked: TrackedParameter) -> None:

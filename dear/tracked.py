@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn, optim
@@ -12,12 +12,27 @@ from torch.nn.parameter import is_lazy
 
 from dearcore.errors import ArgumentError
 from dearcore.layout import ParamSpec, dense_strides
+from dearcore.storage import overlap, own_storage, span_bytes
 
 from .gradients import InFlightGradient, Unscale
 
 __all__ = ["TrackedParameter", "track"]
 
 WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Follower(Protocol):
+    """A tensor in the memory of a parameter, which goes where the parameter goes."""
+
+    name: str
+    tensor: torch.Tensor
+    is_whole: bool
+
+    def stands_in(self, memory: torch.Tensor) -> bool: ...
+
+    def follow(self, memory: torch.Tensor) -> None: ...
+
+    def leave(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -32,6 +47,39 @@ class TrackedParameter:
     leaving: torch.Tensor | None = None  # the gradient of which some parts have left and others have not
     whole: torch.Tensor | None = None  # the averaged gradient, where it was gathered and put into p.grad
     whole_version: int = 0  # of that tensor when it was last ours
+    memory: torch.Tensor | None = None  # its place in a flat buffer, as a view of the buffer
+    aliases: list[Follower] = field(default_factory=list)
+
+    def move_into(self, memory: torch.Tensor) -> None:
+        """Makes `memory`, a dense view, the parameter's, which keeps its values. Aliases go along.
+
+        The parameter's storage object is its own; `memory` itself stays a view of what it is a part of, since the
+        content of a storage object can be replaced (`share_memory_`).
+        """
+        self._stand_in(own_storage(memory.copy_(self.param.data)))
+        self.memory = memory
+
+    def take_back(self) -> None:
+        """Into `memory` again, from the other memory that somebody has given the parameter."""
+        assert self.memory is not None
+        for alias in self.aliases:  # what was not moved along was left behind, with the values that it has
+            if alias.stands_in(self.memory):
+                alias.leave()
+        self.move_into(self.memory)
+
+    def move_out(self) -> None:
+        """Into memory that is nobody else's."""
+        old = self.param.data
+        fresh = torch.empty_strided(old.shape, self.strides, dtype=old.dtype, device=old.device)
+        self._stand_in(fresh.copy_(old))
+        self.memory = None
+
+    def _stand_in(self, own: torch.Tensor) -> None:
+        before = self.param.data
+        self.param.data = own
+        self.aliases = [alias for alias in self.aliases if alias.stands_in(before)]
+        for alias in self.aliases:
+            alias.follow(own)
 
     def put_average(self, average: torch.Tensor | None) -> None:
         """Makes `average` the parameter's gradient."""
@@ -138,13 +186,15 @@ def _check_model(model: nn.Module, names: dict[nn.Parameter, str]) -> None:
 
 def _check_shared_memory(tracked: Sequence[TrackedParameter]) -> None:
     """Different Parameter objects over the same memory would drift apart once each has a place of its own."""
-    spans = sorted(
-        (t.param.data_ptr(), t.param.data_ptr() + t.spec.num_bytes, t.spec.fqn) for t in tracked if t.spec.numel
-    )
-    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
-            raise ArgumentError(
-                f"parameters '{name}' and '{other}' share memory but are different Parameter objects. To "
-                f"tie them, assign "
-                "the same Parameter to both modules; else clone one."
-            )
+    spans = sorted((*span_bytes(t.param.data), t.spec.index) for t in tracked if t.spec.numel)
+    reach: list[tuple[int, int]] = []  # (end, index) of those that go beyond the start of the next
+    for start, end, index in spans:
+        reach = [(other_end, other) for other_end, other in reach if other_end > start]
+        for _, other in reach:
+            if overlap(tracked[other].param, tracked[index].param):
+                raise ArgumentError(
+                    f"parameters '{tracked[other].spec.fqn}' and '{tracked[index].spec.fqn}' share memory but are "
+                    "different Parameter objects. To tie them, assign the same Parameter to both modules; else clone "
+                    "one."
+                )
+        reach.append((end, index))
