@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from .checked_json import dtype_name, read_json
 from .errors import ArgumentError
 
 __all__ = [
@@ -130,7 +131,11 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
     def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise ArgumentError(f"a plan has num_shards={self.num_shards}; expected at least one.")
         _check_coverage(self.buckets)
+        for bucket in self.buckets:
+            _check_regions(bucket, self.num_shards)
 
     def __str__(self) -> str:
         rows = [("bucket", "dtype", "tensors", "KiB", "padding %", "first parameters")]
@@ -156,23 +161,13 @@ class Plan:
     def to_json(self) -> str:
         record = asdict(self)
         for bucket in record["buckets"]:
-            bucket["dtype"] = str(bucket["dtype"]).removeprefix("torch.")
+            bucket["dtype"] = dtype_name(bucket["dtype"])
         return json.dumps(record)
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        record = json.loads(text)
-        buckets = tuple(
-            Bucket(
-                **{
-                    **bucket,
-                    "dtype": getattr(torch, bucket["dtype"]),
-                    "slots": tuple(Slot(**slot) for slot in bucket["slots"]),
-                }
-            )
-            for bucket in record["buckets"]
-        )
-        return cls(record["fusion"], record["num_shards"], buckets)
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Raises ArgumentError if `text` is no plan; it names the field."""
+        return read_json(cls, text, "plan")
 
     def check_fits(self, params: Sequence[ParamSpec], num_shards: int) -> None:
         """Raises ArgumentError unless this plan places exactly `params` in `num_shards` shards."""
@@ -349,3 +344,13 @@ def _check_coverage(buckets: Sequence[Bucket]) -> None:
                     "split tensor stand in order, each in a bucket of its own, one bucket after the other."
                 )
             ends[slot.param] = (placed + slot.numel, bucket.index)
+
+
+def _check_regions(bucket: Bucket, num_shards: int) -> None:
+    if bucket.num_shards != num_shards:
+        raise ArgumentError(f"bucket {bucket.index} has num_shards={bucket.num_shards}; its plan has {num_shards}.")
+    used = max((segment.flag + 1 for segment in bucket.segments()), default=0)
+    if bucket.num_flags < used:
+        raise ArgumentError(
+            f"bucket {bucket.index} has num_flags={bucket.num_flags}; expected {used} at least, one for each segment."
+        )

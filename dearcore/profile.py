@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from .checked_json import dtype_name, read_json
 from .errors import ArgumentError
 from .layout import ParamSpec
 
@@ -232,25 +232,13 @@ class Profile:
     def to_json(self) -> str:
         record = asdict(self)
         for layer in record["layers"]:
-            layer["dtype"] = str(layer["dtype"]).removeprefix("torch.")
+            layer["dtype"] = dtype_name(layer["dtype"])
         return json.dumps(record)
 
     @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """Raises ArgumentError if `text` is no profile."""
-        try:
-            record: dict[str, Any] = json.loads(text)
-            layers = tuple(
-                LayerTime(**{**layer, "shape": tuple(layer["shape"]), "dtype": getattr(torch, layer["dtype"])})
-                for layer in record.pop("layers")
-            )
-            for name in ("reduce_scatter", "all_gather", "all_reduce"):
-                record[name] = Link(**record[name])
-            return cls(layers=layers, **record)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ArgumentError(
-                f"expected the JSON of a profile, as Profile.to_json() writes it: {error!r}."
-            ) from error
+    def from_json(cls, text: str | bytes) -> Profile:
+        """Raises ArgumentError if `text` is no profile; it names the field."""
+        return read_json(cls, text, "profile")
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json()`; `load` reads it."""
@@ -260,7 +248,7 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """Raises ArgumentError if the file holds no profile."""
         try:
-            return cls.from_json(Path(path).read_text())
+            return cls.from_json(Path(path).read_bytes())
         except ArgumentError as error:
             raise ArgumentError(f"{path}: {error}") from error
 

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 
+from .checked_json import read_json
 from .errors import ArgumentError
 from .layout import Plan
 
@@ -46,6 +47,14 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class _Record:
+    """A schedule as it stands in JSON."""
+
+    name: str
+    ops: tuple[tuple[OpKind, int, After], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """`print(schedule)` shows one op a line, in launch order."""
 
@@ -61,16 +70,10 @@ class Schedule:
         return json.dumps({"name": self.name, "ops": ops})
 
     @classmethod
-    def from_json(cls, text: str) -> Schedule:
-        """Raises ArgumentError if `text` is no schedule."""
-        try:
-            record = json.loads(text)
-            ops = tuple(Op(OpKind(kind), int(bucket), After(after)) for kind, bucket, after in record["ops"])
-            return cls(str(record["name"]), ops)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"expected the JSON of a schedule, as Schedule.to_json() writes it: {error!r}."
-            ) from error
+    def from_json(cls, text: str | bytes) -> Schedule:
+        """Raises ArgumentError if `text` is no schedule; it names the field."""
+        record = read_json(_Record, text, "schedule")
+        return cls(record.name, tuple(Op(*op) for op in record.ops))
 
     @property
     def early_buckets(self) -> frozenset[int]:

@@ -1,6 +1,8 @@
 """One self-contained HTML page out of JSON lines that `compare`, `memory` and `scaling` have written.
 
-python -m bench report balanced.jsonl ib.jsonl memory.jsonl --out report.html
+    python -m bench report balanced.jsonl ib.jsonl memory.jsonl --out report.html
+
+The page needs no network and no file beside it.
 """
 
 from __future__ import annotations
