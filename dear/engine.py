@@ -29,7 +29,7 @@ from .bindings import Bindings, warn_if_shared
 from .claims import check_unclaimed, claim, give_up
 from .doors import Doors, OwnHook, hide_from_dynamo
 from .foreign import ForeignCollectives
-from .gradients import local_gradient
+from .gradients import InFlightGradient
 from .joining import Announcer, Call
 from .options import Options
 from .parameters import without_waiting
@@ -154,18 +154,23 @@ class Engine:
         grad = param.grad
         if grad is not tracked.in_flight:
             assert grad is not None
-            if self.announcer.active and grad is tracked.whole:
+            # in a graph autograd adds out of place, so that the sum is not the average any more
+            if self.announcer.active and (
+                grad is tracked.whole or (tracked.whole is not None and torch.is_grad_enabled())
+            ):
                 raise ScheduleError(
                     f"the gradient of '{tracked.spec.fqn}' was added to the average of an earlier step, which ranks "
                     "without batches cannot know of inside join(). Call opt.zero_grad() before each backward."
                 )
-            # what no_sync() has left visible may be kept and used again by others
-            tracked.in_flight.local = local_gradient(grad).clone() if self._was_local else local_gradient(grad)
-            tracked.retained, tracked.whole = False, None
+            if type(grad) is not InFlightGradient or not tracked.in_flight.absorb(grad):
+                # what no_sync() has left visible may be kept and used again by others
+                tracked.in_flight.set_local(grad, copy=self._was_local)
+                tracked.retained, tracked.whole = False, None
             try:
                 param.grad = tracked.in_flight
             except RuntimeError:  # the parameter is not what it was when it was wrapped
                 self._bindings.check()
+                tracked.check_grad_dtype()
                 raise
         if self.options.accumulate > 1:
             self._passes[index] = passes = min(self._passes[index] + 1, 255)
@@ -455,7 +460,7 @@ class Engine:
         self._finalizer()
         with without_waiting():
             for tracked in self.tracked:
-                if tracked.param.grad is tracked.in_flight:
+                if tracked.is_in_flight():
                     tracked.param.grad = None
 
 

@@ -26,25 +26,58 @@ class InFlightGradient(torch.Tensor):
     """Stands for one parameter's gradient from its hook until `zero_grad`. Made once and used again in each iteration.
 
     `local` is this rank's gradient that has not been reduced yet, or None. `zeroed`: what has been reduced counts as
-    zeros from now on, which unlike no gradient at all is applied (weight decay, momentum).
+    zeros from now on, which unlike no gradient at all is applied (weight decay, momentum). `has_graph`: a gradient was
+    made with create_graph=True, for whoever asks what to do instead.
+
+    Autograd adds out of place where it makes a graph. That gives a *sum*: another object of this class, which has in
+    `local` what was added to its `base`, and becomes part of it when it is found in `p.grad`.
     """
 
     local: torch.Tensor | None
     zeroed: bool
+    has_graph: bool
+    base: InFlightGradient | None
     fqn: str
     _unscale: Unscale
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor, fqn: str, unscale: Unscale) -> InFlightGradient:
+    def __new__(
+        cls, param: torch.Tensor, fqn: str, unscale: Unscale, base: InFlightGradient | None = None
+    ) -> InFlightGradient:
+        dtype = (param.grad_dtype or param.dtype) if base is None else base.dtype
         self = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
+            cls, param.shape, strides=param.stride(), dtype=dtype, device=param.device, requires_grad=False
         )
         assert isinstance(self, InFlightGradient)
-        self.local, self.zeroed, self.fqn, self._unscale = None, False, fqn, unscale
+        self.local, self.zeroed, self.has_graph, self.base = None, False, base is not None, base
+        self.fqn, self._unscale = fqn, unscale
         return self
 
-    def __init__(self, param: torch.Tensor, fqn: str, unscale: Unscale) -> None:
+    def __init__(self, *_: Any) -> None:
         pass
+
+    def set_local(self, grad: torch.Tensor, copy: bool) -> None:
+        """Makes `grad`, a copy of it if others may use its memory, the local gradient."""
+        if grad.requires_grad:
+            self.has_graph = True
+        self.local = local_gradient(grad).clone() if copy else local_gradient(grad)
+
+    def plus(self, grad: torch.Tensor) -> InFlightGradient:
+        """The sum of this and `grad`; neither changes."""
+        total = InFlightGradient(self, self.fqn, self._unscale, self if self.base is None else self.base)
+        if self.base is not None and self.local is not None:
+            total.accumulate(self.local)
+        total.accumulate(grad)
+        return total
+
+    def absorb(self, total: torch.Tensor) -> bool:
+        """Takes over what `total` has added to this. False, and nothing happens, if it is no sum with this."""
+        if not isinstance(total, InFlightGradient) or total.base is not self:
+            return False
+        self.has_graph = True
+        if total.local is not None:
+            self.accumulate(total.local)
+        return True
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Adds a gradient that autograd (or the user) gives on top."""
@@ -59,6 +92,8 @@ class InFlightGradient(torch.Tensor):
     def zero(self) -> None:
         """Zeros what was reduced and what was not; a parameter that nobody used stays unused."""
         self.zeroed = True
+        if self.base is not None:
+            self.base.zero()
         if self.local is not None:
             self.local = torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
@@ -75,6 +110,8 @@ class InFlightGradient(torch.Tensor):
         if func is _aten.add_.Tensor and isinstance(args[0], cls) and _is_plain(args[1]) and not kwargs:
             args[0].accumulate(args[1])
             return args[0]
+        if func is _aten.add.Tensor and isinstance(args[0], cls) and _is_plain(args[1]) and not kwargs:
+            return args[0].plus(args[1])
         if func is _aten.zero_.default:
             args[0].zero()
             return args[0]
@@ -89,26 +126,31 @@ class InFlightGradient(torch.Tensor):
                 func(others, *args[1:])
             return None
         grad = _first((*args, *(kwargs or {}).values()), cls)
-        raise _misuse(grad.fqn if grad is not None else "?", str(func))
+        raise _misuse("?" if grad is None else grad.fqn, str(func), grad is not None and grad.has_graph)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise _misuse(self.fqn, "code that reads its memory")
+        raise _misuse(self.fqn, "code that reads its memory", self.has_graph)
 
     numpy = tolist = data_ptr = storage = share_memory_ = __dlpack__ = __reduce_ex__ = __array__ = _refuse
 
     def _replace(self, value: torch.Tensor) -> None:
         if value is not self:  # modules that are moved to where they are give each gradient to itself
-            raise _misuse(self.fqn, "code that replaces its memory")
+            raise _misuse(self.fqn, "code that replaces its memory", self.has_graph)
 
     data = property(_refuse, _replace)
 
 
-def _misuse(fqn: str, who: str) -> ScheduleError:
+def _misuse(fqn: str, who: str, has_graph: bool) -> ScheduleError:
+    instead = (
+        " backward(create_graph=True) leaves no graph in p.grad, which is an average over ranks: to differentiate a "
+        "gradient of this rank, take it by torch.autograd.grad(loss, params, create_graph=True), or make it within "
+        "no_sync()."
+    )
     return ScheduleError(
         f"the gradient of '{fqn}' is being averaged over ranks and cannot be used by {who}. Call "
         "opt.clip_grad_norm_(max_norm) or opt.clip_grad_value_(value) instead of torch's functions, "
         "opt.full_grad(param) "
-        "to read the averaged gradient, and step through the DistributedOptimizer only."
+        f"to read the averaged gradient, and step through the DistributedOptimizer only.{instead if has_graph else ''}"
     )
 
 

@@ -129,7 +129,7 @@ class _Shards:
                 if bucket.has_master:
                     state[MASTER] = bucket.master_shard[span]
                 tracked = replica.tracked[segment.param]
-                if tracked.retained and tracked.param.grad is tracked.in_flight:  # else it was cleared
+                if tracked.retained and tracked.is_in_flight():  # else it was cleared
                     state[REDUCED], state[FLAG] = bucket.grad_shard[span], flag
                 kind = _kind_of(state)
                 number = known.setdefault(repr(kind), len(known))

@@ -18,7 +18,6 @@ from dearcore.shard import OwnedSegment
 from dearcore.streams import Event, Streams
 
 from .doors import Doors
-from .gradients import local_gradient
 from .joining import Announcer, Call
 from .parameters import Gate, without_waiting
 from .ranks import wait_communication
@@ -328,7 +327,7 @@ class Replica:
                 grads.append(None if local is None else tracked.in_memory_order(local))
                 if self._last_part[slot.param] == bucket.index:
                     tracked.leaving, in_flight.zeroed, tracked.retained = None, False, True
-                    tracked.param.grad = in_flight
+                    tracked.put_in_flight()
         return grads
 
     def _standing_averages(self, bucket: BucketRuntime) -> list[torch.Tensor | None]:
@@ -418,12 +417,14 @@ def settle_gradient(tracked: TrackedParameter) -> None:
     grad, in_flight = tracked.param.grad, tracked.in_flight
     if grad is in_flight:
         return
+    if grad is not None and in_flight.absorb(grad):
+        tracked.put_in_flight()
+        return
     tracked.retained = in_flight.zeroed = False
     in_flight.local = tracked.whole = tracked.leaving = None
-    # a gradient that others could see may be their memory, which they are free to use again after step()
-    in_flight.local = None if grad is None else local_gradient(grad).clone()
-    if grad is not None:
-        tracked.param.grad = in_flight
+    if grad is not None:  # others could see it: it may be their memory, which they are free to use again after step()
+        in_flight.set_local(grad, copy=True)
+        tracked.put_in_flight()
 
 
 def _same(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from torch.nn.parameter import is_lazy
 
-from dearcore.errors import ArgumentError
+from dearcore.errors import ArgumentError, ScheduleError
 from dearcore.layout import ParamSpec, dense_strides
 from dearcore.storage import overlap, own_storage, span_bytes
 
@@ -80,6 +80,32 @@ class TrackedParameter:
         self.aliases = [alias for alias in self.aliases if alias.stands_in(before)]
         for alias in self.aliases:
             alias.follow(own)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of `p.grad`."""
+        return self.in_flight.dtype
+
+    def is_in_flight(self) -> bool:
+        """True if `p.grad` is the in-flight gradient, or a sum with it."""
+        return isinstance(self.param.grad, InFlightGradient)
+
+    def check_grad_dtype(self) -> None:
+        """Raises ScheduleError where the parameter takes gradients of another dtype than when it was wrapped."""
+        now = self.param.grad_dtype
+        if now not in (None, self.grad_dtype):
+            raise ScheduleError(
+                f"parameter '{self.spec.fqn}' took gradients of {self.grad_dtype} when it was wrapped and has "
+                f"grad_dtype {now} now. Set grad_dtype before wrapping, or call close(), set it, and wrap again."
+            )
+
+    def put_in_flight(self) -> None:
+        """Makes the in-flight gradient the parameter's."""
+        try:
+            self.param.grad = self.in_flight
+        except RuntimeError:
+            self.check_grad_dtype()
+            raise
 
     def put_average(self, average: torch.Tensor | None) -> None:
         """Makes `average` the parameter's gradient."""
