@@ -35,8 +35,8 @@ def describe(
         state = optimizer.state.get(param, {})
         history = ", ".join(f"{key}={_value(value)}" for key, value in sorted(state.items()))
         lines.append(
-            f"parameter '{name}': shape {tuple(param.shape)}, {param.dtype}, requires_grad {param.requires_grad}, "
-            f"group {owner.get(param, 'none')}, state {{{history}}}"
+            f"parameter '{name}': shape {tuple(param.shape)}, {param.dtype}, grad_dtype {param.grad_dtype}, "
+            f"requires_grad {param.requires_grad}, group {owner.get(param, 'none')}, state {{{history}}}"
         )
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in sent]
     lines += [f"buffer '{name}': shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in buffers]

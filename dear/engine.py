@@ -42,7 +42,7 @@ from .scope import check_alike, tensors_in_scope
 from .stats import WaitLog
 from .tracked import track
 from .tuner import check_installed, is_installed
-from .update import ShardedUpdate, Update, WholeUpdate, snapshot_hyper
+from .update import ShardedUpdate, Update, WholeUpdate, check_grad_dtypes, snapshot_hyper
 
 __all__ = ["Engine"]
 
@@ -111,6 +111,8 @@ class Engine:
         check_agreement(describe(model, self.optimizer, lines, sent, aliases), self.gather_objects)
         if self.options.fusion == AUTO:
             check_installed()
+        if self.options.sharded:
+            check_grad_dtypes(self.tracked, self.optimizer, self._numerics)
         # memory formats may differ from rank to rank; buckets need one
         layouts = self.gather_objects(
             [(t.strides, tuple(a.name for a in t.aliases if not a.is_whole)) for t in self.tracked]
@@ -386,6 +388,11 @@ class Engine:
         size = self.communicator.size
         return make_plan_and_schedule(options.schedule, options.fusion, specs, size, options.sharded, self.profile)
 
+    @property
+    def _numerics(self) -> Numerics:
+        options = self.options
+        return Numerics(options.reduce_dtype, options.master_dtype if options.sharded else None)
+
     def _build(self, plan: Plan, schedule: Schedule, observing: bool) -> tuple[Replica, Update]:
         """Lays out the parameters for a plan and makes what runs it."""
         options = self.options
@@ -396,7 +403,7 @@ class Engine:
             self.communicator,
             self.streams,
             self._doors,
-            Numerics(options.reduce_dtype, options.master_dtype if options.sharded else None),
+            self._numerics,
             self.log.waited,
             functools.partial(snapshot_hyper, self.optimizer),
             self.announcer,

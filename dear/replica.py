@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -40,8 +41,9 @@ class Numerics:
     def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.master_dtype if dtype in (torch.bfloat16, torch.float16) and self.master_dtype else dtype
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.reduce_dtype or dtype
+    def wire_dtype(self, dtype: torch.dtype, *grad_dtypes: torch.dtype) -> torch.dtype:
+        """For parameters of `dtype` whose gradients have these: wide enough for all."""
+        return self.reduce_dtype or functools.reduce(torch.promote_types, grad_dtypes, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,15 +340,20 @@ class Replica:
         mine = self.communicator.rank if self.plan.num_shards > 1 else 0
         storage = self._move_parameters()
         pools: dict[torch.dtype, FlatPool] = {}
-        for wire in {self.numerics.wire_dtype(bucket.dtype) for bucket in self.plan.buckets}:
+        wires = [
+            self.numerics.wire_dtype(b.dtype, *(self.tracked[slot.param].grad_dtype for slot in b.slots))
+            for b in self.plan.buckets
+        ]
+        for wire in set(wires):
             sizes = [
                 BucketRuntime.wire_numel(b, self.communicator.size)
-                for b in self.plan.buckets
-                if self.numerics.wire_dtype(b.dtype) == wire
+                for b, its_wire in zip(self.plan.buckets, wires, strict=True)
+                if its_wire == wire
             ]
             pools[wire] = FlatPool(max(sizes), wire, len(sizes), self.communicator, self.streams)
         buckets = []
-        for layout, param_flat in zip(self.plan.buckets, storage, strict=True):
+        for layout, param_flat, wire in zip(self.plan.buckets, storage, wires, strict=True):
+            step = self.numerics.step_dtype(layout.dtype)
             owned = [
                 OwnedSegment(
                     layout.slots[s.slot].param,
@@ -355,11 +362,11 @@ class Replica:
                     s.numel,
                     s.flag,
                     self.tracked[layout.slots[s.slot].param].group,
+                    self.tracked[layout.slots[s.slot].param].grad_dtype_of_step(step),
                 )
                 for s in layout.segments()
                 if s.shard == mine
             ]
-            wire, step = self.numerics.wire_dtype(layout.dtype), self.numerics.step_dtype(layout.dtype)
             buckets.append(
                 BucketRuntime(
                     layout,

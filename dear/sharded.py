@@ -9,21 +9,20 @@ same when it is loaded, and other programs find whole tensors under `state.<name
 
 from __future__ import annotations
 
-import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import optim
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dearcore.boxes import Box, plan_boxes
 from dearcore.bucket import BucketRuntime
 from dearcore.errors import ArgumentError
-from dearcore.shard import OwnedSegment, SegmentState
+from dearcore.shard import OwnedSegment, SegmentState, state_after_steps
 
 from .checkpoint import MASTER, load_into_groups
 from .replica import Replica
@@ -150,16 +149,17 @@ def export_sharded(replica: Replica, optimizer: optim.Optimizer, names: Mapping[
         names: of every parameter of the optimizer, by id.
     """
     states: dict[str, dict[str, OwnedState]] = {}
-    expected: dict[tuple[int, torch.dtype], SegmentState] = {}
+    expected: dict[tuple[int, torch.dtype, torch.dtype | None], SegmentState] = {}
     for bucket in replica.buckets:
         bucket.shard_stepped.wait_host()
         assert bucket.stepper is not None
         dtype = bucket.master_shard.dtype
         for segment, state in zip(bucket.owned, bucket.stepper.export_state(), strict=True):
             tracked = replica.tracked[segment.param]
-            if (segment.group, dtype) not in expected:
-                expected[segment.group, dtype] = _state_after_one_step(optimizer, segment.group, dtype)
-            complete = {**_zeros(expected[segment.group, dtype], segment.numel), **state}
+            kind = segment.group, dtype, segment.grad_dtype
+            if kind not in expected:
+                expected[kind] = state_after_steps(optimizer, *kind, bucket.master_shard.device)
+            complete = {**_zeros(expected[kind], segment.numel), **state}
             complete[HAS_STATE] = torch.tensor(float(bool(state)))
             if bucket.has_master:
                 complete[MASTER] = bucket.master_shard[segment.offset : segment.offset + segment.numel]
@@ -260,18 +260,6 @@ def _of_another_plan(fqn: str) -> ArgumentError:
         f"this state of '{fqn}' is not of the part that this rank owns. Call sharded_state_dict() on this optimizer, "
         "load the checkpoint into what it returns, and pass that."
     )
-
-
-def _state_after_one_step(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> SegmentState:
-    """Which states this class keeps with these options, seen on a parameter of two elements."""
-    param = nn.Parameter(torch.zeros(2, dtype=dtype))
-    param.grad = torch.zeros(2, dtype=dtype)
-    options = {k: v for k, v in optimizer.param_groups[group].items() if k not in ("params", "param_names")}
-    known = inspect.signature(type(optimizer).__init__).parameters
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
-    probe = type(optimizer)([{"params": [param], **options}], **defaults)
-    probe.step()
-    return dict(probe.state[param])
 
 
 def _zeros(example: SegmentState, numel: int) -> SegmentState:

@@ -86,6 +86,10 @@ class TrackedParameter:
         """Of `p.grad`."""
         return self.in_flight.dtype
 
+    def grad_dtype_of_step(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Of the gradients that the optimizer steps a shard of `dtype` with, where they have another."""
+        return None if self.grad_dtype in (self.spec.dtype, dtype) else self.grad_dtype
+
     def is_in_flight(self) -> bool:
         """True if `p.grad` is the in-flight gradient, or a sum with it."""
         return isinstance(self.param.grad, InFlightGradient)

@@ -5,19 +5,40 @@ Both offer the same operations on the averaged gradients, which all ranks must c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import optim
 
 from dearcore.bucket import BucketRuntime
+from dearcore.errors import ArgumentError
+from dearcore.shard import state_after_steps
 
 from .parameters import without_waiting
-from .replica import Replica
+from .replica import Numerics, Replica
 from .tracked import TrackedParameter
 
-__all__ = ["ShardedUpdate", "Update", "WholeUpdate", "snapshot_hyper"]
+__all__ = ["ShardedUpdate", "Update", "WholeUpdate", "check_grad_dtypes", "snapshot_hyper"]
+
+
+def check_grad_dtypes(tracked: Sequence[TrackedParameter], optimizer: optim.Optimizer, numerics: Numerics) -> None:
+    """Raises ArgumentError where torch's optimizer cannot step gradients of the dtype that a parameter asks for."""
+    seen: set[tuple[int, torch.dtype, torch.dtype]] = set()
+    for t in tracked:
+        dtype = numerics.step_dtype(t.spec.dtype)
+        grad_dtype = t.grad_dtype_of_step(dtype)
+        if grad_dtype is None or (t.group, dtype, grad_dtype) in seen:
+            continue
+        seen.add((t.group, dtype, grad_dtype))
+        try:
+            state_after_steps(optimizer, t.group, dtype, grad_dtype, t.param.device)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"parameter '{t.spec.fqn}' is stepped in {dtype} and has grad_dtype {grad_dtype}; "
+                f"{type(optimizer).__name__} cannot step such gradients, here as in plain PyTorch ({error}). Set its "
+                f"grad_dtype to {dtype} before wrapping, or choose an optimizer that can (SGD)."
+            ) from error
 
 
 def snapshot_hyper(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
@@ -108,7 +129,7 @@ class ShardedUpdate:
             whole = bucket.start_gather_of(bucket.grad_shard, f"all_gather of the gradient of {slot.fqn}", replica.step)
             replica.wait_communication()
             parts.append(whole.view(-1)[slot.offset : slot.offset + slot.numel])
-        return tracked.view_of(torch.cat(parts).to(tracked.spec.dtype))
+        return tracked.view_of(torch.cat(parts).to(tracked.grad_dtype))
 
     def step(self) -> None:
         replica = self._replica
@@ -153,7 +174,7 @@ class WholeUpdate:
                 used[segment.param] = used.get(segment.param, False) or count > 0
         for param, pieces in parts.items():
             tracked = replica.tracked[param]
-            average = tracked.view_of(torch.cat(pieces).to(tracked.spec.dtype)) if used[param] else None
+            average = tracked.view_of(torch.cat(pieces).to(tracked.grad_dtype)) if used[param] else None
             tracked.put_average(average)
             tracked.retained = False
         for index in replica.reduced:  # what comes later is added to the gradients that are whole already

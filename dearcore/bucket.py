@@ -39,7 +39,7 @@ _NEXT = {
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums of gradients are taken in fp32, of fp64 in fp64."""
+    """Sums of gradients are taken in fp32, of fp64 (parameters, or on the wire) in fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -120,7 +120,7 @@ class BucketRuntime:
         # what is stepped
         self.master_shard = self.param_shard.to(step_dtype) if self.has_master else self._next_shard
         self._undo: Callable[[], None] | None = None  # of a step that is not committed yet
-        accumulate = accumulate_dtype(layout.dtype)
+        accumulate = accumulate_dtype(torch.promote_types(layout.dtype, wire_dtype))
         self._wire_dtype = wire_dtype
         self.reduced_region = torch.zeros(region_numel, dtype=accumulate, device=device)
         self.grad_shard = self.reduced_region[:shard_numel]
@@ -158,7 +158,9 @@ class BucketRuntime:
 
     def make_stepper(self, optimizer: optim.Optimizer) -> None:
         low_precision = self._next_shard if self.has_master else None
-        self.stepper = make_stepper(optimizer, self.owned, self.master_shard, self.step_grad_shard, low_precision)
+        self.stepper = make_stepper(
+            optimizer, self.owned, self.master_shard, self.step_grad_shard, low_precision, self.grad_shard
+        )
 
     def _new_table(self) -> dear_kernels.SegmentTable:
         """Where gradients stand in the flat buffer. A table belongs to one stream: it remembers what it uploaded."""

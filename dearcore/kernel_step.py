@@ -29,11 +29,12 @@ def make_stepper(
     param_shard: torch.Tensor,
     grad_shard: torch.Tensor,
     low_precision_shard: torch.Tensor | None,
+    average_shard: torch.Tensor | None = None,
 ) -> ShardStepper:
     """On CUDA a kernel of ours where there is one; else, and on CPU always, the optimizer's own class."""
-    if param_shard.is_cuda and has_kernel(optimizer):
+    if param_shard.is_cuda and has_kernel(optimizer) and all(s.grad_dtype is None for s in segments):
         return KernelStepper(optimizer, segments, param_shard, grad_shard, low_precision_shard)
-    return TorchStepper(optimizer, segments, param_shard, grad_shard, low_precision_shard)
+    return TorchStepper(optimizer, segments, param_shard, grad_shard, low_precision_shard, average_shard)
 
 
 class KernelStepper:

@@ -15,7 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn, optim
 
-__all__ = ["ELEMENTWISE", "OwnedSegment", "SegmentState", "ShardStepper", "TorchStepper", "steps_on_shards"]
+__all__ = [
+    "ELEMENTWISE",
+    "OwnedSegment",
+    "SegmentState",
+    "ShardStepper",
+    "TorchStepper",
+    "state_after_steps",
+    "steps_on_shards",
+]
 
 # Exact types whose update of an element depends on that element's history alone.
 ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
@@ -52,7 +60,10 @@ def steps_on_shards(optimizer: optim.Optimizer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnedSegment:
-    """A segment of this rank's shard: [offset, offset + numel) with the options of parameter group `group`."""
+    """A segment of this rank's shard: [offset, offset + numel) with the options of parameter group `group`.
+
+    grad_dtype: of the gradients that the optimizer gets to see; None: that of the shard.
+    """
 
     param: int
     start: int  # in the parameter, memory order
@@ -60,6 +71,7 @@ class OwnedSegment:
     numel: int
     flag: int
     group: int
+    grad_dtype: torch.dtype | None = None
 
 
 class ShardStepper(Protocol):
@@ -76,12 +88,32 @@ class ShardStepper(Protocol):
         """Returns what brings the present state back, once; parameters are the caller's business."""
 
 
+def state_after_steps(
+    optimizer: optim.Optimizer, group: int, dtype: torch.dtype, grad_dtype: torch.dtype | None, device: torch.device
+) -> SegmentState:
+    """Which states the optimizer's class keeps with the options of a group, seen on a parameter of two elements.
+
+    Raises what the optimizer raises that cannot step gradients of `grad_dtype` (None: `dtype`).
+    """
+    param = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+    param.grad_dtype = grad_dtype or dtype
+    options = {k: v for k, v in optimizer.param_groups[group].items() if k not in NOT_HYPER}
+    known = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
+    probe = type(optimizer)([{"params": [param], **options}], **defaults)
+    for _ in range(2):  # some states are used by the second step only
+        param.grad = torch.zeros(2, dtype=param.grad_dtype, device=device)
+        probe.step()
+    return dict(probe.state[param])
+
+
 @dataclass(slots=True)
 class _Run:
     param: nn.Parameter
     grad: torch.Tensor
     group: int
     members: list[int] = field(default_factory=list)  # positions in the list of owned segments
+    average: torch.Tensor | None = None  # to be rounded to the dtype of `grad` before each step
 
 
 class TorchStepper:
@@ -92,6 +124,8 @@ class TorchStepper:
         segments: in the order of offsets.
         param_shard, grad_shard: [shard_numel], same dtype; elements between two segments are padding (zeros).
         low_precision_shard: [shard_numel], receives the new parameters, rounded.
+        average_shard: [shard_numel], `grad_shard` before it was rounded, for segments with a `grad_dtype` of their own;
+            None: it was not.
     """
 
     def __init__(
@@ -101,8 +135,10 @@ class TorchStepper:
         param_shard: torch.Tensor,
         grad_shard: torch.Tensor,
         low_precision_shard: torch.Tensor | None = None,
+        average_shard: torch.Tensor | None = None,
     ) -> None:
         self._low_precision = low_precision_shard
+        self._average_shard = grad_shard if average_shard is None else average_shard
         self._class = type(optimizer)
         known = inspect.signature(self._class.__init__).parameters
         self._defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
@@ -121,6 +157,8 @@ class TorchStepper:
         if not all(flags):
             self._split_mixed([flag > 0 for flag in flags])
         for run in self._runs:
+            if run.average is not None:
+                run.grad.copy_(run.average)
             run.param.grad = run.grad if flags[run.members[0]] else None
         assert self._inner is not None
         for group in self._inner.param_groups:
@@ -178,7 +216,11 @@ class TorchStepper:
         self._runs = []
         for _, members in groupby(
             range(len(self._segments)),
-            key=lambda m: (self._segments[m].group, _history(states.get(m, {}), self._segments[m])),
+            key=lambda m: (
+                self._segments[m].group,
+                self._segments[m].grad_dtype,
+                _history(states.get(m, {}), self._segments[m]),
+            ),
         ):
             self._runs.append(self._new_run(list(members)))
 
@@ -186,7 +228,11 @@ class TorchStepper:
         first, last = self._segments[members[0]], self._segments[members[-1]]
         span = slice(first.offset, last.offset + last.numel)
         param = nn.Parameter(self._param_shard[span], requires_grad=True)
-        return _Run(param, self._grad_shard[span], first.group, members)
+        if first.grad_dtype is None:
+            return _Run(param, self._grad_shard[span], first.group, members)
+        param.grad_dtype = first.grad_dtype
+        average = self._average_shard[span]
+        return _Run(param, average.to(first.grad_dtype, copy=True), first.group, members, average)
 
     def _split_mixed(self, used: Sequence[bool]) -> None:
         """Cuts runs of which only a part was used: from now on their parts have different histories."""

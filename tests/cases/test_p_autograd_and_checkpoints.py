@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 import dear
-from tests.cases.harness import Twin, on_ranks, ones, raises_at_once, sgd
+from tests.cases.harness import Twin, close, made, on_ranks, ones, raises_at_once, sgd
 
 
 class Curved(nn.Sequential):
@@ -110,3 +110,126 @@ def test_field_h6_differentiating_the_average_names_create_graph() -> None:
     penalty(twin.plain, 0).backward()
     for mine, theirs in zip(twin.model.parameters(), twin.plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+# ------------------------------------------------------------------------------------------------- dtypes of gradients
+
+
+class OddDtypes(nn.Module):
+    """Gradients of 0.bias in `grad_dtype`, which may be None: any. All else as ever."""
+
+    def __init__(self, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.linspace(-1, 1, n).to(dtype)) for n in (7, 5, 3))
+        self.b.grad_dtype = self.c.grad_dtype = grad_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a * x).sum() + (self.b.exp() * x).sum() + (self.c.sin() * x).sum()).float().square() * 1e-2
+
+
+def odd_loss(m: nn.Module, r: int) -> Tensor:
+    return m(torch.tensor(0.1 * (r + 1)))
+
+
+def same_grad_dtypes(twin: Twin) -> Twin:
+    """`deepcopy` of a parameter forgets its grad_dtype."""
+    for mine, theirs in zip(twin.model.parameters(), twin.plain.parameters(), strict=True):
+        theirs.grad_dtype = mine.grad_dtype
+    return twin
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shard", ["auto", False])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, None),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_field_h8_gradients_of_another_dtype(
+    dtype: torch.dtype, grad_dtype: torch.dtype | None, shard: bool | str
+) -> None:
+    """Summed over ranks at least in that dtype, rounded to it, and stepped in it: momentum is kept in it, too."""
+    sums_round = grad_dtype == torch.bfloat16  # in plain PyTorch: here they are taken in fp32
+    for make in (
+        sgd(),
+        sgd(momentum=0.5),
+        sgd(momentum=0.5, weight_decay=0.1),
+        made(optim.RMSprop, lr=0.01),
+        made(optim.Adagrad, lr=0.1),
+    ):
+        twin = same_grad_dtypes(Twin(OddDtypes(dtype, grad_dtype), make, shard=shard, master_dtype=None, fusion=3e-5))
+        for step in range(5):
+            if step != 3 or sums_round or not shard:  # whole averages are averaged again, and rounded again
+                twin.zero_grad()
+            twin.backward(odd_loss)
+            if step == 1 and not sums_round:
+                twin.backward(odd_loss)
+            if step == 2:
+                grad = twin.optimizer.full_grad(twin.model.b)
+                assert grad.dtype == twin.plain.b.grad.dtype
+                assert torch.equal(grad, twin.plain.b.grad)
+            twin.step()
+            if step == 3:
+                twin.both(lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()))
+        twin.check(exact=True)
+        twin.optimizer.close()
+
+
+@on_ranks(2)
+def test_field_h8_masters_are_stepped_with_wide_gradients() -> None:
+    """bf16 weights with fp32 gradients: as plain PyTorch on fp32 weights that are rounded before each use."""
+    model = OddDtypes(torch.bfloat16, torch.float32)
+    twin = Twin(model, made(optim.AdamW, lr=0.01))
+    masters = [nn.Parameter(p.detach().float()) for p in twin.plain.parameters()]
+    adam = optim.AdamW(masters, lr=0.01)
+    for _ in range(3):
+        twin.optimizer.zero_grad()
+        odd_loss(model, dear.rank()).backward()
+        twin.optimizer.step()
+        grads = []
+        for rank in range(2):
+            grads.append(torch.autograd.grad(odd_loss(twin.plain, rank), list(twin.plain.parameters())))
+        for master, first, second in zip(masters, *grads, strict=True):
+            master.grad = (first.float() + second.float()) / 2
+        adam.step()
+        with torch.no_grad():
+            for param, master in zip(twin.plain.parameters(), masters, strict=True):
+                param.copy_(master)
+    for name, param in model.named_parameters():
+        close(param, twin.plain.get_parameter(name))
+
+
+@on_ranks(2)
+def test_field_h8_what_plain_torch_cannot_step_is_an_error_at_wrap() -> None:
+    model = OddDtypes(torch.float32, torch.bfloat16)
+    with raises_at_once(dear.ArgumentError, r"'b' .*grad_dtype torch\.bfloat16; AdamW cannot step.*before wrapping"):
+        dear.DistributedOptimizer(optim.AdamW(model.parameters()), model)
+    model.b.grad_dtype = model.c.grad_dtype = torch.float32
+    dear.DistributedOptimizer(optim.AdamW(model.parameters()), model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["backward", "assigned"])
+def test_field_h8_grad_dtype_that_is_set_after_wrapping(how: str) -> None:
+    twin = Twin(OddDtypes(torch.float32, torch.float32))
+    twin.train(odd_loss, 2)
+    twin.zero_grad()
+    twin.model.c.grad_dtype = torch.bfloat16
+    with raises_at_once(dear.ScheduleError, r"'c' took gradients of torch\.float32.*before wrapping"):
+        if how == "backward":
+            odd_loss(twin.model, dear.rank()).backward()
+        else:
+            twin.model.c.grad = torch.zeros(3, dtype=torch.bfloat16)
+            twin.optimizer.step()
+
+
+@on_ranks(2)
+def test_field_h8_ranks_that_differ_in_it() -> None:
+    model = OddDtypes(torch.float32, torch.bfloat16 if dear.rank() else torch.float32)
+    with raises_at_once(dear.ArgumentError, r"'b'.*grad_dtype torch\.float32.*grad_dtype torch\.bfloat16"):
+        dear.DistributedOptimizer(optim.SGD(model.parameters()), model)
