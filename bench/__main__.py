@@ -22,6 +22,7 @@ COMMANDS = {
     "accuracy": "bench.accuracy",
     "simulate": "bench.simulate.cli",
     "gpu": "bench.gpu.cli",
+    "against": "bench.against",
 }
 
 
