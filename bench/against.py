@@ -1,7 +1,7 @@
 """Another commit against this tree, in one run: one of the other benchmarks, run in both in turn.
 
-  python -m bench against 9528731 --rounds 5 -- overhead --scale 0.01 --no-fit
-  python -m bench against HEAD~1 -- replay --hosts 4 --rate 1gbit --layers 50 --mb 40 --tf 0.15 --tb 0.30
+  python -m bench against --commit 9528731 --rounds 5 -- overhead --scale 0.01 --no-fit
+  python -m bench against --commit HEAD~1 -- replay --hosts 4 --rate 1gbit --layers 50 --mb 40 --tf 0.15 --tb 0.30
 
 The commit is checked out beside this tree for as long as it takes. Which of the two begins changes from round to
 round. Of every method, for each time in its row: the median over rounds in both, and the median of their ratio.
@@ -32,7 +32,7 @@ Times = dict[tuple[str, str, str], float]  # (settings that tell records of one 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("commit", help="what to compare with")
+    parser.add_argument("--commit", required=True, help="what to compare with")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each (5)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="-- SUBCOMMAND and its arguments")
 
