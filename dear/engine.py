@@ -375,6 +375,7 @@ class Engine:
         self._doors = Doors(self.model)
         self.replica, self.update = self._build(plan, schedule, observing=False)
         self.replica.step = old.step
+        self.replica.contributed = old.contributed
         self.replica.inherit_gates(old)
         self.log.plan_changed()
         sent = move_shards(old, self.replica)

@@ -84,6 +84,8 @@ class Replica:
     _hyper: Sequence[dict[str, Any]] | None = field(init=False, default=None)  # of the steps in this iteration
     reduced: set[int] = field(init=False, default_factory=set)  # buckets reduced since somebody cleared this
     late_buckets: set[int] = field(init=False, default_factory=set)  # of the last agreement, once it is reached
+    contributed: set[int] = field(init=False, default_factory=set)  # parameters to whose average this rank has given
+    _used: torch.Tensor | None = field(init=False, default=None)  # [num_params] by any rank; likewise
     _kept_and_cleared: dict[int, int] = field(init=False, default_factory=dict)  # since the ranks last told each other
     _first_part: dict[int, int] = field(init=False, default_factory=dict)  # of a parameter, in the order of reductions
     _last_part: dict[int, int] = field(init=False, default_factory=dict)
@@ -185,14 +187,16 @@ class Replica:
             self.announcer.say(Call.LATE, {t.spec.index for t in self.tracked if t.holds_average()})
         communication, step = self.streams.communication, self.step
         num_buckets, num_params = len(self.buckets), len(self.tracked)
-        told = torch.zeros(num_buckets + 2 * num_params, dtype=torch.uint8)
-        told[list(late)] = 1
-        told[num_buckets + num_params :] = 3  # the complement: where ranks differ, the two maxima exceed it
+        told = torch.zeros(num_buckets + 3 * num_params, dtype=torch.uint8)
+        told_late, told_code, told_complement, told_used = told.split([num_buckets, *[num_params] * 3])
+        told_late[list(late)] = 1
+        told_complement.fill_(3)  # where ranks differ, the two maxima exceed it
         for index, code in self._kept_and_cleared.items():
-            told[num_buckets + index], told[num_buckets + num_params + index] = code, 3 - code
+            told_code[index], told_complement[index] = code, 3 - code
         self._kept_and_cleared.clear()
         in_order = [op.bucket for op in self.schedule.ops if op.kind.is_reduction and op.bucket in late]
         grads = {index: self._take_gradients(self.buckets[index]) for index in in_order}
+        told_used[list(self.contributed)] = 1
         if any(tracked.whole is not None for tracked in self.tracked):  # averages that stand where others add to theirs
             for bucket in self.buckets:
                 grads.setdefault(bucket.index, self._standing_averages(bucket))
@@ -206,10 +210,11 @@ class Replica:
 
         def reduce_late() -> None:
             agree()
-            differ = told[num_buckets : num_buckets + num_params] + told[num_buckets + num_params :] != 3
+            differ = told_code + told_complement != 3
             if differ.any():
                 raise ScheduleError(_mixture(self.tracked[int(differ.nonzero()[0])].spec.fqn))
-            self.late_buckets = set(told[:num_buckets].nonzero().view(-1).tolist())
+            self.late_buckets = set(told_late.nonzero().view(-1).tolist())
+            self._used = told_used
             for index in sorted(self.late_buckets, reverse=True):
                 self.buckets[index].reduce_late(grads.pop(index, None), step)
 
@@ -217,6 +222,18 @@ class Replica:
         communication.record(self.late_reduced)
         if kept:
             self.streams.keep_until(self.late_reduced, kept)
+
+    def changed_params(self) -> list[nn.Parameter]:
+        """Those that the step which was launched last changes: any rank has given them a gradient.
+
+        A rank that has itself given one to each parameter knows at once. Any other waits for the ranks' agreement,
+        which is behind the reductions, before the gathers; on CUDA until these have been launched.
+        """
+        if len(self.contributed) == len(self.tracked):
+            return [tracked.param for tracked in self.tracked]
+        self.late_reduced.wait_launched()
+        assert self._used is not None
+        return [self.tracked[index].param for index in self._used.nonzero().view(-1).tolist()]
 
     def start_over(self) -> None:
         """Begins an iteration; all ranks have launched the same reductions before."""
@@ -226,6 +243,7 @@ class Replica:
 
     def clear(self, dropped: Collection[int], zeroed: Collection[int]) -> None:
         """Forgets averaged gradients that the user has set to None (dropped) or to zeros (zeroed)."""
+        self.contributed.difference_update(dropped)
         for param in {*dropped, *zeroed}:
             self._kept_and_cleared[param] = self._kept_and_cleared.get(param, 0) | CLEARED
         for index in sorted({b for param in {*dropped, *zeroed} for b in self.scheduler.buckets_of[param]}):
@@ -310,6 +328,7 @@ class Replica:
     def _reduce_onto(self, bucket: BucketRuntime, standing: Standing) -> None:
         for param in standing.kept:
             self._kept_and_cleared[param] = KEPT
+        self.contributed -= standing.dropped
         if standing.add and (standing.dropped or standing.zeroed):
             bucket.start_clear(standing.dropped, standing.zeroed)
         self.reduced.add(bucket.index)
@@ -326,6 +345,8 @@ class Replica:
                     tracked.leaving = tracked.whole if tracked.holds_average() else in_flight.local
                     in_flight.local = None
                 local = tracked.leaving
+                if local is not None:
+                    self.contributed.add(slot.param)
                 grads.append(None if local is None else tracked.in_memory_order(local))
                 if self._last_part[slot.param] == bucket.index:
                     tracked.leaving, in_flight.zeroed, tracked.retained = None, False, True

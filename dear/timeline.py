@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dearcore.errors import ScheduleError
+from dearcore.streams import Event
 from dearcore.trace import Span
 
 from .optimizer import DistributedOptimizer
@@ -71,6 +72,7 @@ class Timeline:
         self._iterations: list[Span] = []
         self._hooks: list[Any] = []
         self._step_called_s = 0.0
+        self._step_done: list[Event] = []  # all that the last step() has enqueued, on each stream
 
     def start(self) -> None:
         """Forgets what was recorded before and begins. Raises ScheduleError while recording."""
@@ -81,7 +83,7 @@ class Timeline:
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(self._step_ended),
         ]
-        self._spans, self._iterations = [], []
+        self._spans, self._iterations, self._step_done = [], [], []
         trace.take()
         trace.enabled = True
         self._begin_s = time.perf_counter()
@@ -93,8 +95,8 @@ class Timeline:
         """
         try:
             if self._hooks:
-                for bucket in self._optimizer._engine.replica.buckets:
-                    bucket.params_gathered.wait_host()
+                for event in self._step_done:
+                    event.wait_host()
         finally:
             self._end()
 
@@ -166,6 +168,7 @@ class Timeline:
         number = self._optimizer._engine.replica.step - 1  # counted up a moment ago
         self._iterations.append(Span("iterations", f"iteration {number}", start_s, end_s))
         self._optimizer.trace.add(COMPUTE, STEP_CALL, self._step_called_s, end_s)
+        self._step_done = self._optimizer._engine.streams.record_all()
 
     def _end(self) -> None:
         if not self._hooks:

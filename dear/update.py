@@ -136,7 +136,7 @@ class ShardedUpdate:
         replica.finish_step()
         replica.arm()
         with without_waiting():
-            torch.autograd.graph.increment_version([t.param for t in replica.tracked])
+            torch.autograd.graph.increment_version(replica.changed_params())
 
     def _on_every_shard(self, name: str, work: Callable[[BucketRuntime], None]) -> None:
         """Runs `work` for each bucket once it is reduced, and blocks until all have been done."""

@@ -27,6 +27,9 @@ class Event(Protocol):
     def wait_compute(self) -> None:
         """Makes the caller's compute stream wait. On CPU the compute stream is the caller."""
 
+    def wait_launched(self) -> None:
+        """Blocks the host until everything before it has been launched: on CPU, until it has come true."""
+
     def is_done(self) -> bool: ...
 
     def as_of_now(self) -> Event:
@@ -87,7 +90,7 @@ class CpuEvent:
         if not flag.is_set() or flag.error is not None:
             flag.wait()
 
-    wait_compute = wait_host
+    wait_compute = wait_launched = wait_host
 
     def is_done(self) -> bool:
         return self._flag.is_set()

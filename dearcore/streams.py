@@ -63,6 +63,10 @@ class _CudaEvent:
             torch.cuda.current_stream().wait_event(cuda)
         self._check()
 
+    def wait_launched(self) -> None:
+        self._flag.wait()
+        self._check()
+
     def is_done(self) -> bool:
         flag, cuda = self._flag, self._cuda
         return flag.is_set() and (cuda is None or bool(cuda.query()))
@@ -276,6 +280,15 @@ class Streams:
         passed = self.new_event()
         self.communication.record(passed)
         passed.wait_compute()
+
+    def record_all(self) -> list[Event]:
+        """Events that say when everything enqueued so far is done."""
+        events = []
+        for stream in (self.pack, self.communication, self.step):
+            event = self.new_event()
+            stream.record(event)
+            events.append(event)
+        return events
 
     def wait_compute(self) -> None:
         """Makes the step stream wait for the compute stream, which may still read the weights. On CPU it has ended."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
 import dear
-from tests.cases.harness import Twin, close, made, on_ranks, ones, raises_at_once, sgd
+from tests.cases.harness import Twin, assert_same_everywhere, close, made, on_ranks, ones, raises_at_once, sgd
 
 
 class Curved(nn.Sequential):
@@ -233,3 +237,149 @@ def test_field_h8_ranks_that_differ_in_it() -> None:
     model = OddDtypes(torch.float32, torch.bfloat16 if dear.rank() else torch.float32)
     with raises_at_once(dear.ArgumentError, r"'b'.*grad_dtype torch\.float32.*grad_dtype torch\.bfloat16"):
         dear.DistributedOptimizer(optim.SGD(model.parameters()), model)
+
+
+# ------------------------------------------------------------------------------------------------- version counters
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x).square().mean(), self.b(x).square().mean()
+
+
+def two_heads(**options: Any) -> Twin:
+    twin = Twin(Heads(), sgd(momentum=0.5, weight_decay=0.1), **options)
+    for _ in range(5):  # past the measurements of a schedule that needs them
+        twin.train(lambda m, r: sum(m(ones(r, 2, 4))))
+    return twin
+
+
+def forwards(twin: Twin) -> Callable[[int], Callable[[nn.Module, int], Tensor]]:
+    """Runs both heads of both models, and gives the loss of a head made now."""
+    losses = {id(m): [m(ones(r, 2, 4)) for r in range(2)] for m in (twin.model, twin.plain)}
+    return lambda head: lambda m, r: losses[id(m)][r][head]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["dear", "split", "ddp", "dear-fill", "whole"])
+def test_field_h9_a_late_backward_through_what_no_rank_has_used(how: str) -> None:
+    """Forwards of two heads, backward and step of one, then backward of the other, and round again."""
+    options = {"split": {"fusion": 3e-5}, "whole": {"shard": False}, "dear": {}}.get(how, {"schedule": how})
+    twin = two_heads(**options)
+    for turn in range(4):
+        twin.zero_grad()
+        first, second = (0, 1) if turn % 2 else (1, 0)
+        loss_of = forwards(twin)
+        for head in (first, second):
+            twin.zero_grad()
+            twin.backward(loss_of(head))
+            twin.step()
+    twin.check()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["dear", "ddp", "dear-fill"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_field_h9_a_late_backward_through_what_one_rank_has_used_is_an_error(rank: int, schedule: str) -> None:
+    """Also on the rank that has not used it, and before anything waits for the new values."""
+    twin = two_heads(schedule=schedule)
+    twin.zero_grad()
+    losses = twin.model(ones(dear.rank(), 2, 4))
+    twin.backward(lambda m, r: m(ones(r, 2, 4))[0])
+    twin.backward_plain(lambda m, r: m(ones(r, 2, 4))[1] if r == rank else None)
+    if dear.rank() == rank:
+        if schedule == "dear-fill":
+            twin.optimizer.zero_grad()
+            sum(twin.model(ones(dear.rank(), 2, 4))).backward()
+        else:
+            twin.model(ones(dear.rank(), 2, 4))[1].backward()
+    elif schedule == "dear-fill":
+        twin.optimizer.zero_grad()
+        twin.model(ones(dear.rank(), 2, 4))[0].backward()
+    twin.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+    twin.check()
+
+
+@on_ranks(2)
+def test_field_h9_an_average_that_stands_counts_until_it_is_dropped() -> None:
+    twin = two_heads()
+    twin.zero_grad()
+    twin.backward(lambda m, r: m(ones(r, 2, 4))[1])
+    twin.step()
+    for again in (True, False):
+        if not again:
+            twin.both(lambda _, optimizer: optimizer.zero_grad())
+        loss_of = forwards(twin)
+        twin.backward(loss_of(0))  # b's gradient of before is applied once more
+        twin.step()
+        if again:
+            for model in (twin.model, twin.plain):
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss_of(1)(model, dear.rank()).backward()
+        else:
+            twin.zero_grad()
+            twin.backward(loss_of(1))
+            twin.step()
+    twin.check()
+
+
+@on_ranks(2)
+def test_field_h9_inside_join() -> None:
+    """A rank that follows has used nothing: it waits for the agreement as well."""
+    twin = two_heads()
+    with twin.optimizer.join():
+        for _ in range(1 + 2 * dear.rank()):
+            twin.optimizer.zero_grad()
+            losses = twin.model(ones(dear.rank(), 2, 4))
+            losses[0].backward()
+            twin.optimizer.step()
+            losses[1].backward()
+    assert_same_everywhere(twin.model)
+
+
+# ------------------------------------------------------------------------------------------------- timelines
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["dear", "ddp", "wfbp", "dear-fill", "whole"])
+def test_field_h14_a_timeline_has_every_span_of_the_last_step(how: str) -> None:
+    """Each stream is held up until stop() has been called, so that nothing is there by luck."""
+    twin = two_heads(**({"shard": False} if how == "whole" else {"schedule": how}))
+    timeline = dear.Timeline(twin.optimizer)
+    num_buckets = len(twin.optimizer.plan.buckets)
+    started, go_on = threading.Event(), threading.Event()
+    stopped: list[BaseException | None] = []
+
+    def stop() -> None:
+        started.set()
+        timeline.stop()
+        stopped.append(None)
+
+    twin.optimizer.synchronize()
+    timeline.start()
+    twin.train(lambda m, r: sum(m(ones(r, 2, 4))))
+    twin.zero_grad()
+    twin.backward(lambda m, r: sum(m(ones(r, 2, 4))))
+    streams = twin.optimizer._engine.streams
+    if how != "whole":  # there step() itself waits
+        streams.communication.run("", lambda: go_on.wait(10) and None)
+        streams.step.run("", lambda: go_on.wait(10) and None)
+    twin.step()
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    started.wait(10)
+    go_on.set()
+    stopper.join(10)
+    assert stopped == [None]
+    names = [span.name for span in timeline._spans]
+    assert sum(name.startswith(("all_reduce[", "reduce_scatter[")) for name in names) == 2 * num_buckets, names
+    assert sum(name.startswith("agreement on late") for name in names) == 2, names
+    if how != "whole":
+        assert sum(name.startswith("step[") for name in names) == 2 * num_buckets, names
+    twin.check()
