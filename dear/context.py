@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -29,6 +31,9 @@ class _Context:
 
 
 _context: _Context | None = None
+_forked = ""  # in a process that was forked from a rank: says so
+_left_behind: list[Callable[[], None]] = []  # takes off what still refers to the parent's optimizers
+_hears_forks = False
 
 
 def init(
@@ -51,7 +56,7 @@ def init(
             cannot be used here, with the command that mends it.
         CommunicatorError: the other ranks cannot be reached; address and port are named.
     """
-    global _context
+    global _context, _forked
     if _context is not None:
         return
     if backend not in BACKENDS:
@@ -63,7 +68,11 @@ def init(
         raise ArgumentError(f"backend='local' is for one rank, but {launch.source} started {launch.size}. Use 'auto'.")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    _hear_forks()
     _context = _Context(World(launch, timeout, deterministic, "gloo" if backend == "local" else backend))
+    _forked = ""
+    while _left_behind:
+        _left_behind.pop()()
 
 
 def shutdown() -> None:
@@ -107,7 +116,7 @@ def is_initialized() -> bool:
 
 def current() -> _Context:
     if _context is None:
-        raise ScheduleError("dear is not initialised. Call dear.init() first, once in each process.")
+        raise ScheduleError(_forked or "dear is not initialised. Call dear.init() first, once in each process.")
     return _context
 
 
@@ -134,6 +143,32 @@ def local_rank() -> int:
 def local_size() -> int:
     """How many ranks this host has."""
     return current().world.launch.local_size
+
+
+def _hear_forks() -> None:
+    """From the first `init` on: after all modules are there, so that what they do at a fork comes after our wait."""
+    global _hears_forks
+    if not _hears_forks:
+        _hears_forks = True
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+
+
+def _before_fork() -> None:
+    """Parameters are fresh in the child. `subprocess` does not come here, unless it runs Python in between."""
+    if _context is not None and not threading.current_thread().name.startswith("dear-"):
+        _context.world.prepare_fork()
+
+
+def _after_fork_in_child() -> None:
+    global _context, _forked
+    if _context is not None:
+        world, _context = _context.world, None
+        _forked = (
+            f"this process was forked from rank {world.rank} of {world.size} (process {os.getppid()}), whose "
+            "connections, threads and optimizers are not its own: only the parent trains and communicates. Call "
+            "dear.init() in this process first, to communicate or train on its own."
+        )
+        _left_behind.extend(world.leave_behind(_forked))
 
 
 def _at_exit() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Engine:
         self.optimizer, self.options = optimizer, options
         this = weakref.ref(self)  # parameters must not keep us alive
         self.tracked = track(optimizer, model, functools.partial(hooks.unscale, this))
+        self.why_closed = "this DistributedOptimizer was closed. Wrap the torch optimizer again."
         self.closed = self.local_only = self._was_local = self._unscaled = self._stepped = False
         check_unclaimed(self.tracked)
         find_aliases(model, self.tracked)
@@ -302,6 +303,8 @@ class Engine:
         `plain` are gradients that it asks for in the same breath. Ours among them are reduced first and unscaled with
         the rest; the others are returned.
         """
+        if self.closed:
+            raise ScheduleError(self.why_closed)
         with without_waiting():
             ours = {id(tracked.param.grad) for tracked in self.tracked}
         others = [grad for grad in plain if id(grad) not in ours]
@@ -470,6 +473,38 @@ class Engine:
             for tracked in self.tracked:
                 if tracked.is_in_flight():
                     tracked.param.grad = None
+
+
+    # -- forks -------------------------------------------------------------------------------------------------------
+
+    def prepare_fork(self) -> None:
+        """The child has the parameters as they are after the last step. Raises nothing: touching them there will."""
+        if not self.closed:
+            with contextlib.suppress(Exception):
+                self.replica.wait_fresh()
+
+    def leave_behind(self, why: str) -> Callable[[], None]:
+        """In a forked child; see `dearcore.rendezvous.Closeable`. The module may be evaluated, as a plain one."""
+        self.closed, self.why_closed = True, why
+        self._finalizer.detach()
+        self.peers = Peers(None, "", (), 0)
+        hooks.remove(self._handles)
+        give_up(self)
+        params = [tracked.param for tracked in self.tracked]
+        refuse = functools.partial(hooks.refuse, why)
+        with without_waiting():
+            handles = [param.register_post_accumulate_grad_hook(refuse) for param in params]  # type: ignore[no-untyped-call]
+        return functools.partial(_take_off, handles, [weakref.ref(param) for param in params])
+
+
+def _take_off(handles: list[Any], params: list[weakref.ref[nn.Parameter]]) -> None:
+    """The child trains on its own: hooks and gradients of its parent's optimizer go."""
+    hooks.remove(handles)
+    with without_waiting():
+        for ref in params:
+            param = ref()
+            if param is not None and isinstance(param.grad, InFlightGradient):
+                param.grad = None
 
 
 def _end(streams: Streams, communicator: Communicator, handles: list[Any]) -> None:

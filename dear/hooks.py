@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from dearcore.errors import ScheduleError
 from dearcore.heartbeat import Activity
 
 from .joining import Call
@@ -16,7 +17,7 @@ from .stats import WaitLog
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["activity", "broadcast_buffers", "remove", "ring", "unscale"]
+__all__ = ["activity", "broadcast_buffers", "refuse", "remove", "ring", "unscale"]
 
 
 def ring(this: weakref.ref[Engine], index: int, param: nn.Parameter) -> None:
@@ -49,6 +50,11 @@ def activity(this: weakref.ref[Engine], log: WaitLog) -> Activity:
         return Activity(log.num_steps, "", log.waited_ms)
     communicator = engine.communicator
     return Activity(engine.replica.step, communicator.doing, engine.log.waited_ms, communicator.failed)
+
+
+def refuse(why: str, param: nn.Parameter) -> NoReturn:
+    """A parameter's gradient has arrived where nobody trains it."""
+    raise ScheduleError(why)
 
 
 def remove(handles: list[Any]) -> None:

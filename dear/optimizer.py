@@ -352,7 +352,7 @@ class DistributedOptimizer(optim.Optimizer):
 
     def _open(self) -> Engine:
         if self._engine.closed:
-            raise ScheduleError("this DistributedOptimizer was closed. Wrap the torch optimizer again.")
+            raise ScheduleError(self._engine.why_closed)
         return self._engine
 
 

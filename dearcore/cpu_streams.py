@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from .errors import ScheduleError
+from .forks import is_inherited, this_process
 from .trace import Trace
 
 __all__ = ["ALREADY_TRUE", "CpuEvent", "CpuStream", "Event", "Flag", "InlineStream", "Stream"]
@@ -48,12 +49,16 @@ class Stream(Protocol):
 
 
 class Flag:
-    """One recording of an event. Set once, with the error of its stream if that had failed by then."""
+    """One recording of an event. Set once, with the error of its stream if that had failed by then.
 
-    __slots__ = ("_done", "error")
+    A child of `os.fork` has not the thread that would set it: there, waiting for what was not set yet is an error.
+    """
+
+    __slots__ = ("_done", "_process", "error")
 
     def __init__(self) -> None:
         self._done = threading.Event()
+        self._process = this_process()
         self.error: BaseException | None = None
 
     def set(self, error: BaseException | None = None) -> None:
@@ -65,12 +70,17 @@ class Flag:
         return self._done.is_set()
 
     def wait(self) -> None:
+        if not self._done.is_set() and is_inherited(self._process):
+            raise ScheduleError(
+                "this value was on its way to the process that this one was forked from, and never arrives here. Call "
+                "opt.synchronize() before forking."
+            )
         self._done.wait()
         if self.error is not None:
             raise self.error
 
     def wait_at_most(self, timeout_s: float) -> bool:
-        return self._done.wait(timeout_s)
+        return self._done.is_set() or (not is_inherited(self._process) and self._done.wait(timeout_s))
 
 
 ALREADY_TRUE = Flag()

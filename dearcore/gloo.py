@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .errors import CommunicatorError
+from .forks import is_inherited, keep_in_children, this_process
 from .host_memory import Door
 from .host_transport import HostTransport
 from .rings import PIECE_BYTES, RingTransport
@@ -55,6 +56,7 @@ class GlooCommunicator:
         self._explain = explain  # who is to blame when a collective fails
         self.doing = self.failed = ""
         self._sequence = self._num_early = 0
+        self._process = this_process()
         try:
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         except (RuntimeError, ValueError) as error:
@@ -62,6 +64,7 @@ class GlooCommunicator:
                 f"rank {rank} of {size}: gloo could not connect: {error}. Check that every rank was started, and that "
                 "GLOO_SOCKET_IFNAME, if set, names an interface of this host (see `ip link`)."
             ) from error
+        keep_in_children(self)
         rings = RingTransport(self._group, self._broadcast, rank, size, deterministic, piece_bytes)
         self._transport: Transport = rings
         if use_host_memory:
@@ -133,8 +136,9 @@ class GlooCommunicator:
         self._start(work, stream, label)
 
     def close(self) -> None:
-        self._transport.close()
-        self._group.abort()
+        if not is_inherited(self._process):
+            self._transport.close()
+            self._group.abort()
 
     def _on_one_host(self, rings: RingTransport, timeout: timedelta) -> Transport:
         door = Door()

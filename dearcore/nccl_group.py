@@ -22,6 +22,7 @@ import torch
 from .communicator import Communicator
 from .cpu_streams import CpuStream
 from .errors import CommunicatorError
+from .forks import is_inherited, keep_in_children, this_process
 from .heartbeat import Activity
 from .streams import CudaWorkerStream, Stream, current_handle, on_device, record_mark
 from .watchdog import Watchdog
@@ -71,9 +72,11 @@ class NcclGroup:
         self.failed = ""
         self._error: CommunicatorError | None = None
         self._closed = False
+        self._process = this_process()
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._last_step = 0
         self.comm = self._connect(self._exchange_id())
+        keep_in_children(self)
         self._watchdog = Watchdog(self._timeout_s, self._check_library, self._abort, interval_s)
 
     @property
@@ -127,7 +130,7 @@ class NcclGroup:
 
     def close(self) -> None:
         """Lets what is under way end, here and on the other ranks, within a deadline; else aborts. Returns in time."""
-        if self._closed:
+        if self._closed or is_inherited(self._process):
             return
         self._closed = True
         drained = self._error is None and self.stream.drain(CLOSE_S) and self._watchdog.drain(CLOSE_S)

@@ -22,7 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from .backend import Decision, agree_on_backend, local_device
 from .communicator import Communicator, LocalCommunicator, NullCommunicator
-from .errors import ArgumentError, CommunicatorError
+from .errors import ArgumentError, CommunicatorError, ScheduleError
+from .forks import keep_in_children
 from .gloo import GlooCommunicator
 from .heartbeat import Heartbeat, Peers
 from .nccl_world import NcclWorld
@@ -127,6 +128,15 @@ class Closeable(Protocol):
     def close(self, patience_s: float | None = None) -> None:
         """Ends what is under way; what has not ended within `patience_s` (None: the timeout) is given up."""
 
+    def prepare_fork(self) -> None:
+        """This process is about to be forked: the child shall need nothing that is under way. Raises nothing."""
+
+    def leave_behind(self, why: str) -> Callable[[], None]:
+        """In a forked child: ends nothing, and from now on every use is a ScheduleError that says `why`.
+
+        The function returned takes that off again what the child shares with its parent's copy: parameters, modules.
+        """
+
 
 class World:
     """The ranks of this job and the store that they meet at. Makes communicators; one for each optimizer.
@@ -139,6 +149,8 @@ class World:
         self.timeout = timeout
         self.deterministic = deterministic
         self.store: Store | None = None
+        self._launched = launch
+        _check_not_inherited(launch)
         if dist.is_initialized():
             self.launch = Launch(
                 dist.get_rank(),
@@ -166,6 +178,7 @@ class World:
         self._key = f"dear/{time}"
         self.device = local_device(self.launch.local_rank)
         self.decision = self._decide(backend)
+        keep_in_children(self)
         self._nccl = (
             NcclWorld(self.device, self.rank, timeout, deterministic) if self.decision.backend == "nccl" else None
         )
@@ -181,6 +194,17 @@ class World:
             self._nccl.close()
         if self.heartbeat is not None:
             self.heartbeat.close()
+
+    def prepare_fork(self) -> None:
+        """Before a fork, in the process that is forked. Waits for what is under way to the parameters."""
+        for closeable in list(self._closeables):
+            closeable.prepare_fork()
+
+    def leave_behind(self, why: str) -> list[Callable[[], None]]:
+        """After a fork, in the child. See `Closeable`."""
+        global _parent
+        _parent = _Parent(self._launched, _get_default_store() if dist.is_initialized() else None)
+        return [closeable.leave_behind(why) for closeable in list(self._closeables)]
 
     @property
     def has_process_group(self) -> bool:
@@ -254,6 +278,34 @@ class World:
         store = HashStore() if self.store is None else self.store
         communicator = self._nccl.communicator(ranks, PrefixStore(key, store), self.heartbeat, f"{key}/heartbeat")
         return communicator, Peers(self.heartbeat, f"{key}/{number}/heartbeat", ranks, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parent:
+    """The rank that this process was forked from."""
+
+    launch: Launch
+    default_store: Store | None  # of torch.distributed
+
+
+_parent: _Parent | None = None
+
+
+def _check_not_inherited(launch: Launch) -> None:
+    """A child of a rank must not speak over its parent's connections, nor in its name."""
+    if _parent is None:
+        return
+    if dist.is_initialized() and _get_default_store() is _parent.default_store:
+        raise ScheduleError(
+            "torch.distributed was initialised before this process was forked: its connections are the parent's. Use "
+            "the start method 'spawn' for processes that communicate, or fork them before init_process_group()."
+        )
+    if launch.size > 1 and launch == _parent.launch:
+        raise ArgumentError(
+            f"this process was forked from rank {launch.rank} and still has its launcher's variables, so it would join "
+            f"as another rank {launch.rank} of {launch.size}. Remove RANK and WORLD_SIZE (or your launcher's) from its "
+            "environment to train alone, or set them to those of a job of its own."
+        )
 
 
 def _check_interface(names: str) -> None:
