@@ -474,7 +474,6 @@ class Engine:
                 if tracked.is_in_flight():
                     tracked.param.grad = None
 
-
     # -- forks -------------------------------------------------------------------------------------------------------
 
     def prepare_fork(self) -> None:

@@ -188,7 +188,7 @@ class Replica:
         communication, step = self.streams.communication, self.step
         num_buckets, num_params = len(self.buckets), len(self.tracked)
         told = torch.zeros(num_buckets + 3 * num_params, dtype=torch.uint8)
-        told_late, told_code, told_complement, told_used = told.split([num_buckets, *[num_params] * 3])
+        told_late, told_code, told_complement, told_used = torch.split(told, [num_buckets, *[num_params] * 3])
         told_late[list(late)] = 1
         told_complement.fill_(3)  # where ranks differ, the two maxima exceed it
         for index, code in self._kept_and_cleared.items():

@@ -214,7 +214,7 @@ def test_field_s7_calls_in_a_child_say_that_it_was_forked() -> None:
 
     def all_calls() -> str:
         assert not dear.is_initialized()
-        twin.optimizer.stats(), str(twin.optimizer.plan), repr(twin.optimizer)  # noqa: B018
+        twin.optimizer.stats(), str(twin.optimizer.plan), repr(twin.optimizer)
         twin.model(torch.ones(1, 5))  # evaluation is as ever
         wrong = []
         for name, call in CALLS.items():
