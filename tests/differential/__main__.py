@@ -45,8 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         failures = runner.failures(programs, progress)
         print(file=sys.stderr)
         for failure in failures:
+            print(f"seed {failure.program.seed} on {failure.program.ranks} ranks: {failure.kind}", flush=True)
+        for failure in failures:
             shrunk = failure if args.no_shrink else shrink(failure, runner, args.max_runs, 2.0 * args.max_runs)
-            print(f"{shrunk}\nas data: {to_json(shrunk.program)}\n{'-' * 80}")
+            print(f"{shrunk}\nas data: {to_json(shrunk.program)}\n{'-' * 80}", flush=True)
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
                 name = f"seed_{failure.program.seed}_on_{failure.program.ranks}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.differential.program import (
+    NARROW,
     Backward,
     Broken,
     ClipNorm,
@@ -16,6 +17,7 @@ from tests.differential.program import (
     Copy,
     Edit,
     Evaluate,
+    Exchange,
     Freeze,
     FullGrad,
     Layer,
@@ -28,11 +30,13 @@ from tests.differential.program import (
     Rewrap,
     Save,
     SchedulerStep,
+    SetGrad,
     SetLr,
     StepNow,
     Synchronize,
     Unscale,
     ZeroGrad,
+    has_masters,
     is_sharded,
 )
 
@@ -42,6 +46,9 @@ __all__ = ["LATER", "draw", "objection"]
 LATER: frozenset[str] = frozenset(
     {
         "readers",  # S1: a reader that waited for the gate of one step disarms the next one's (dear/parameters.py)
+        # zero_grad() asks the other ranks whether they have begun only if one came since the last step(): after step(),
+        # a backward on some ranks and zero_grad() the ranks differ in what they have launched (dear/engine.py)
+        "uneven, unzeroed",
         "scaler, local",  # S4, H4: GradScaler where gradients of no_sync() are left when it unscales
     }
 )
@@ -66,8 +73,10 @@ def objection(p: Program) -> str:
                 return "tied layers are alike"
         if layer.group >= len(p.optimizer.groups):
             return "a layer's group exists"
-        if layer.dtype == "bfloat16" and not p.whole_numbers:
-            return "sums in bf16 depend on their order"
+        if layer.dtype in NARROW and not p.whole_numbers:
+            return "sums in narrow dtypes depend on their order"
+        if layer.checkpointed and (p.whole_numbers or layer.kind in ("bare", "norm")):
+            return "checkpointed are modules, and statistics count each forward"
         if (layer.strides == "channels_last") > (layer.kind == "conv"):
             return "channels_last is for convolutions"
         if layer.strides == "transposed" and (len(layer.sizes) != 2 or layer.kind not in ("linear", "bare")):
@@ -102,7 +111,7 @@ def _objection_to_join(p: Program) -> str:
     for number, step in enumerate(p.steps[: max(p.join)]):
         active = [r for r, n in enumerate(p.join) if n > number]
         for op in step:
-            if isinstance(op, Load | Rewrap | Replan | Broken | Edit | Freeze | SchedulerStep | Compare):
+            if isinstance(op, Load | Exchange | Rewrap | Replan | Broken | Edit | Freeze | SchedulerStep | Compare):
                 return "ranks without batches do not follow this"
             if isinstance(op, Backward) and ((op.inf >= 0 and op.inf not in active) or op.skip >= 0):
                 return "only ranks with batches have losses"
@@ -116,6 +125,7 @@ def _objection_to_join(p: Program) -> str:
 def _objection_to_loop(p: Program, ops: list[Op]) -> str:
     fills = p.options.schedule in FILLING
     saved = stepped = False
+    zeroed, uneven = True, False
     synced = pending = local = unscaled = 0  # since the gradients were last cleared, and since the last step
     frozen: set[int] = set()
     for op in ops:
@@ -124,6 +134,9 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
                 return "filling: a gradient dropped between backward and step"
             if op.of_model and pending and _ranks_differ(p):
                 return "model.zero_grad() in mid-iteration is refused where ranks differ"
+            if uneven and "uneven, unzeroed" in LATER:
+                return "later: uneven, unzeroed"
+            zeroed = True
             synced = pending = local = unscaled = 0
         elif isinstance(op, Broken):
             synced = pending = local = unscaled = 0
@@ -132,10 +145,13 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
                 return "a rank without a gradient has nothing to unscale"
             if op.skip >= 0 and op.inf == op.skip:
                 return "a rank without a loss does not overflow"
+            if op.twice and ((fills and not op.local) or p.scaler):
+                return "filling: one backward a step"
             if op.inf >= 0 and not p.scaler:
                 return "who overflows has a scaler"
             if unscaled:
                 return "no backward after unscale_"
+            uneven = op.skip >= 0 and not zeroed and (uneven or not pending)
             pending += 1
             local += op.local
             if not op.local:
@@ -160,7 +176,14 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
                 return "later: scaler, local"
             if op.closure >= 0:
                 synced = 1
+            zeroed, uneven = op.closure >= 0, False
             stepped, pending, local, unscaled = True, 0, 0, 0
+        elif isinstance(op, SetGrad):
+            if fills or p.scaler or p.join or op.layer >= len(p.layers) or p.layers[op.layer].frozen:
+                return "filling: a gradient assigned after backward"
+        elif isinstance(op, Exchange):
+            if has_masters(p):
+                return "plain PyTorch knows no masters"
         elif isinstance(op, Save):
             saved = True
         elif isinstance(op, Load):
@@ -175,8 +198,8 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
                 return "these schedules make their own plan"
             synced = pending = local = unscaled = 0
         elif isinstance(op, Replan):
-            if pending or not stepped:
-                return "a plan changes between steps"
+            if pending or not stepped or p.scaler:
+                return "a plan changes between steps, which a scaler may skip"
         elif isinstance(op, Freeze):
             if op.layer >= len(p.layers) or p.layers[op.layer].frozen or _is_tied(p, op.layer):
                 return "what is frozen at wrap stays frozen"
@@ -290,7 +313,9 @@ class _Draw:
     def _layers(self) -> tuple[Layer, ...]:
         rng, layers = self.rng, []
         wide = ["float32", "float32", "float64"]
-        dtypes = rng.choice([["float32"], ["float32"], wide, [*wide, "bfloat16", "bfloat16"] if self.whole else wide])
+        dtypes = rng.choice(
+            [["float32"], ["float32"], wide, [*wide, "bfloat16", "bfloat16", "float16"] if self.whole else wide]
+        )
         for i in range(rng.randint(1, 6)):
             kind = rng.choice(["linear", "linear", "linear", "bare", "conv", "norm"])
             dtype = rng.choice(dtypes)
@@ -299,7 +324,7 @@ class _Draw:
                 sizes = (rng.choice([1, 2, 3]), rng.choice([2, 3, 5]), rng.choice([1, 2, 3]))
             elif kind == "norm":
                 sizes = (rng.choice([1, 3, 7]),)
-                dtype = "float32" if dtype == "bfloat16" else dtype
+                dtype = "float32" if dtype in NARROW else dtype
             elif kind == "bare":
                 sizes = rng.choice([(), (1,), (0, 3), (13,), (5, 3), (2, 3, 4), (257,), (0,)])
             used = "always" if self.chance(0.65) else rng.choice(
@@ -313,6 +338,8 @@ class _Draw:
             if kind == "linear" and partners and self.chance(0.25):
                 j = rng.choice(partners)
                 layer = Layer("linear", layers[j].sizes, layers[j].dtype, used, j, layer.twice, layers[j].frozen)
+            if not self.whole and kind in ("linear", "conv") and self.chance(0.12):
+                layer = replace(layer, checkpointed=True)
             if i == 0:
                 layer = Layer(kind, sizes, dtype, "always", -1, layer.twice, False, strides)
             layers.append(replace(layer, group=rng.randrange(len(self.optimizer.groups))))
@@ -366,6 +393,7 @@ class _Draw:
                     self._next_batch() if self.chance(0.1) else -1,
                     skip,
                     rng.choice(active) if self.scaler and self.chance(0.15) else -1,
+                    self.chance(0.05) and not self.scaler and not self.fills,
                 )
             )
         if self.scaler and self.chance(0.5):
@@ -378,6 +406,8 @@ class _Draw:
             ops.append(clip if self.chance(0.6) else ClipValue(rng.choice([0.125, 1.0])))
         if can_clip and self.chance(0.05):
             ops.append(FullGrad(rng.randrange(len(self.layers))))
+        if not (joined or self.scaler or self.fills or self.join) and self.chance(0.05):
+            ops.append(SetGrad(rng.randrange(len(self.layers)), self.chance(0.5)))
         if joined or self.scaler or self.chance(0.95):
             ops.append(StepNow())
             if not self.scaler and not self.fills and self.chance(0.03):
@@ -417,6 +447,8 @@ class _Draw:
             return ops
         if self.saved and self.chance(0.25):
             ops.append(Load())
+        if self.chance(0.05):
+            ops.append(Exchange())
         if self.chance(0.06):
             ops.append(Edit(rng.choice(["clamp", "halve_first"])))
         if self.options.schedule in ("dear", "ddp", "wfbp") and self.chance(0.12):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib, copy, threading, time
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
 import dear
 """
 
@@ -98,10 +99,13 @@ class Plain:
         self.make = make
         self.optimizer = make(self.model)
 
-    def backward(self, loss: Callable[[nn.Module, int], Tensor], skip: int = -1) -> None:
+    def backward(self, loss: Callable[[nn.Module, int], Tensor], skip: int = -1, twice: bool = False) -> None:
         for r in self.ranks:
             if r != skip:
-                loss(self.replicas[r], r).backward()
+                one = loss(self.replicas[r], r)
+                if twice:
+                    one.backward(retain_graph=True)
+                one.backward()
 
     def forward(self, loss: Callable[[nn.Module, int], Tensor], only: int = -1) -> dict[int, Tensor]:
         ranks = [r for r in self.ranks if only in (-1, r)]
@@ -163,6 +167,13 @@ class Plain:
         self.average()
         param, shown = dict(self.model.named_parameters())[name], dict(self.replicas[0].named_parameters())[name]
         return torch.zeros_like(shown) if param.grad is None else param.grad.to(shown.dtype)
+
+    def set_grad(self, name: str, value: Callable[[nn.Parameter, int], Tensor | None]) -> None:
+        """What was averaged before is forgotten."""
+        self.model.get_parameter(name).grad = None
+        for r in self.ranks:
+            p = self.replicas[r].get_parameter(name)
+            p.grad = value(p, r)
 
     def edit(self, change: Callable[[nn.Module], Any]) -> None:
         """Where a parameter is not its master's rounding any more, it becomes the master."""
@@ -273,7 +284,7 @@ def difference(got: Any, expected: Any, tolerance: float, path: str = "") -> str
         return f"{path} is {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}"
     equal = (a == b) | ((a != a) & (b != b))
     if tolerance and a.is_floating_point():
-        allowed = max(tolerance, 2e-2) if a.dtype == torch.bfloat16 else tolerance
+        allowed = max(tolerance, 2e-2) if a.dtype in (torch.bfloat16, torch.float16) else tolerance
         equal |= (a.double() - b.double()).abs() <= allowed * (1 + b.double().abs())
     if equal.all():
         return ""

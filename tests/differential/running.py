@@ -24,8 +24,8 @@ Setup = Callable[[], Callable[[], None]]  # on every rank before programs run; r
 class Limits:
     """A collective is given up after `group_timeout_s`, and ranks are replaced after `timeout_s` and 1 s a program."""
 
-    group_timeout_s: float = 8.0
-    timeout_s: float = 25.0
+    group_timeout_s: float = 15.0
+    timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

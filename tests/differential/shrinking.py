@@ -20,6 +20,7 @@ from tests.differential.program import (
     Options,
     Program,
     SchedulerStep,
+    SetGrad,
     SetLr,
 )
 from tests.differential.running import Failure
@@ -146,7 +147,7 @@ def _without_layer(p: Program, gone: int) -> Program:
 
     def renumbered(step: tuple[Op, ...]) -> Iterator[Op]:
         for op in step:
-            if isinstance(op, Broken | FullGrad | Freeze):
+            if isinstance(op, Broken | FullGrad | Freeze | SetGrad):
                 if op.layer == gone and not isinstance(op, Broken):
                     continue
                 op = replace(op, layer=max(0, op.layer - (op.layer >= gone)))
@@ -172,9 +173,9 @@ def _with_simpler_optimizer(p: Program) -> Iterator[Program]:
 
 def _simpler_layers(layer: Layer) -> Iterator[Layer]:
     if layer.kind in ("conv", "norm"):
-        yield replace(layer, kind="bare", sizes=(5,), strides="")
+        yield replace(layer, kind="bare", sizes=(5,), strides="", checkpointed=False)
     if layer.kind == "linear" and layer.tied_to < 0:
-        yield replace(layer, kind="bare", sizes=layer.sizes[:1], strides="")
+        yield replace(layer, kind="bare", sizes=layer.sizes[:1], strides="", checkpointed=False)
     if layer.kind == "bare" and len(layer.sizes) > 1 and not layer.strides:
         yield replace(layer, sizes=layer.sizes[:1])
     yield from _simpler(layer, Layer(), keep=("kind", "sizes", "group"))

@@ -172,10 +172,9 @@ def rank_1_hangs() -> Callable[[], None]:
     return patched(dear.DistributedOptimizer, "step", stuck)
 
 
-def rank_0_raises() -> Callable[[], None]:
+def every_step_raises() -> Callable[[], None]:
     def refuse(self: Any, closure: Any = None) -> None:
-        if rank() == 0:
-            raise RuntimeError("no step 17 today")
+        raise RuntimeError(f"no step {rank()} today")
 
     return patched(dear.DistributedOptimizer, "step", refuse)
 
@@ -194,23 +193,23 @@ PLENTY = Program(
 
 
 @pytest.mark.parametrize(
-    ("defect", "kind", "is_needed", "max_runs"),
+    ("defect", "kind", "is_needed"),
     [
-        (without_weight_decay, "wrong", "weight_decay", 8),
-        (without_gates, "wrong", "Evaluate|Compare", 8),
-        (zeros_are_forgotten, "wrong", "to_none", 8),
-        (rank_1_steps_otherwise, "wrong", "StepNow", 8),
-        (rank_0_raises, "RuntimeError: no step _ today", "StepNow", 2),  # the others wait for it in every run
+        (without_weight_decay, "wrong", "weight_decay"),
+        (without_gates, "wrong", "Evaluate|Compare"),
+        (zeros_are_forgotten, "wrong", "to_none"),
+        (rank_1_steps_otherwise, "wrong", "StepNow"),
+        (every_step_raises, "RuntimeError: no step _ today", "StepNow"),
     ],
     ids=["weight decay", "waits", "zeros", "one rank", "error"],
 )
 def test_a_planted_defect_is_found_and_shrunk(
     pool: RankPool, defect: Setup, kind: str, is_needed: str, max_runs: int
 ) -> None:
-    runner = Runner(pool, defect, Limits(group_timeout_s=2.0))
+    runner = Runner(pool, defect)
     (failure,) = runner.failures([replace(PLENTY, steps=()), PLENTY])
     assert failure.program == PLENTY and failure.kind.startswith(kind), failure
-    shrunk = shrink(failure, runner, max_runs=max_runs)
+    shrunk = shrink(failure, runner, max_runs=8)
     assert shrunk.kind == failure.kind
     assert len(shrunk.program.steps) <= 2 and len(str(shrunk)) < len(str(failure))
     assert any(word in repr(shrunk.program) for word in is_needed.split("|"))
@@ -265,7 +264,8 @@ def test_what_is_drawn_covers_what_is_promised() -> None:
         scheduler.step set_lr( channels_last .t() float64 bfloat16 BatchNorm1d (0, requires_grad_(False) accumulate=
         reduce_dtype= master_dtype=None shard=False NearbyLayers "horovod" "mg-wfbp" "bytescheduler" "dear-fill"
         all_early "ddp" "wfbp" Lars Subclass NAdam RAdam Adagrad RMSprop Adadelta Adamax AdamW torch.tensor( nesterov
-        deterministic=True rank&>&0 if&False: .weight&=&self skip= only= evaluation"""
+        deterministic=True rank&>&0 if&False: .weight&=&self skip= only= evaluation
+        retain_graph p.grad&=&None p.grad&=&torch.full plain.optimizer.load_state_dict checkpoint( float16"""
     for word in promised.split():
         count = sum(word.replace("&", " ") in text for text in texts)
         assert count >= 3, f"{word} is in {count} of {len(texts)} programs"
