@@ -16,12 +16,17 @@ __all__ = ["check_agreement", "describe", "described_profile"]
 
 
 def describe(
-    model: nn.Module, optimizer: optim.Optimizer, options: Sequence[str], sent: Collection[str], aliases: Sequence[str]
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    options: Sequence[str],
+    sent: Collection[str],
+    aliases: Sequence[str],
+    per_rank: Collection[str] = (),
 ) -> list[str]:
     """One line for each thing that has to be the same on every rank.
 
     Of the model that is what stands in the optimizer, the parameters and buffers that are `sent` from rank to rank,
-    and the `aliases`, a line each.
+    and the `aliases`, a line each. `per_rank`: options of groups that may differ.
     """
     lines = [f"optimizer class {type(optimizer).__module__}.{type(optimizer).__qualname__}", *options]
     owner = {
@@ -43,7 +48,7 @@ def describe(
     lines += aliases
     for number, group in enumerate(optimizer.param_groups):
         lines.append(f"group {number}: {len(group['params'])} parameters")
-        keys = [key for key in sorted(group) if key not in ("params", "param_names")]
+        keys = [key for key in sorted(group) if key not in ("params", "param_names", *per_rank)]
         lines += [f"group {number}: {key}={_value(group[key])}" for key in keys]
     return lines
 

@@ -23,6 +23,7 @@ from dearcore.trace import Trace
 
 from . import below_dispatch, checkpoint, hooks
 from .adaptation import Beside, measure_and_plan
+from .agreed_options import AgreedOptions
 from .agreement import check_agreement, describe, described_profile
 from .aliases import check_layouts, find_aliases
 from .bindings import Bindings, warn_if_shared
@@ -31,6 +32,7 @@ from .doors import Doors, OwnHook, hide_from_dynamo
 from .foreign import ForeignCollectives
 from .gradients import InFlightGradient
 from .joining import Announcer, Call
+from .local_gradients import mark, marking
 from .options import Options
 from .parameters import without_waiting
 from .planning import AUTO, make_plan_and_schedule, needs_times
@@ -62,9 +64,12 @@ class Engine:
     ) -> None:
         self.optimizer, self.options = optimizer, options
         this = weakref.ref(self)  # parameters must not keep us alive
-        self.tracked = track(optimizer, model, functools.partial(hooks.unscale, this))
+        unscale = functools.partial(hooks.unscale, this)
+        self.tracked, self._local_kind = track(optimizer, model, unscale), marking(unscale)
         self.why_closed = "this DistributedOptimizer was closed. Wrap the torch optimizer again."
-        self.closed = self.local_only = self._was_local = self._unscaled = self._stepped = False
+        self.closed = self.local_only = self._was_local = self._stepped = False
+        self._found_inf: torch.Tensor | None = None  # where the gradients' last unscaling has put what it found
+        self._found: torch.Tensor  # what that was
         check_unclaimed(self.tracked)
         find_aliases(model, self.tracked)
         self.trace = Trace()
@@ -86,6 +91,7 @@ class Engine:
         self.recorder: Recorder | None = None  # while times are being taken
         self.beside = Beside()
         self._knows_order = False
+        self.agreed = AgreedOptions(optimizer, options.per_rank_options)
         self._doors = Doors(model)
         self._foreign = None if shared is None else ForeignCollectives(model, self.streams)
         hide_from_dynamo()
@@ -109,7 +115,8 @@ class Engine:
         aliases = [
             f"'{alias.name}' in the memory of parameter '{t.spec.fqn}'" for t in self.tracked for alias in t.aliases
         ]
-        check_agreement(describe(model, self.optimizer, lines, sent, aliases), self.gather_objects)
+        per_rank = self.options.per_rank_options
+        check_agreement(describe(model, self.optimizer, lines, sent, aliases, per_rank), self.gather_objects)
         if self.options.fusion == AUTO:
             check_installed()
         if self.options.sharded:
@@ -148,12 +155,12 @@ class Engine:
         """The doorbell of one parameter."""
         if self.recorder is not None:
             self.recorder.grad_arrived(index)
+        self._found_inf = None
         if self.local_only:
             self._was_local = True
             return
         tracked = self.tracked[index]
         self.streams.note_gradient()
-        self._unscaled = False
         grad = param.grad
         if grad is not tracked.in_flight:
             assert grad is not None
@@ -227,9 +234,12 @@ class Engine:
         if recorder is not None:
             recorder.end_iteration()
         start_s = time.perf_counter()
+        if not self.announcer.active:  # else ranks without batches get to know the options, and compare them
+            self.agreed.ask()
         self.finish_gradients()
         if self.announcer.active:
-            self.announcer.say(Call.STEP, snapshot_hyper(self.optimizer))
+            hyper = snapshot_hyper(self.optimizer, self.agreed.per_rank)
+            self.announcer.say(Call.STEP, hyper, self.agreed.values())
         self.apply(start_s)
 
     def apply(self, start_s: float | None = None) -> None:
@@ -298,24 +308,33 @@ class Engine:
     def unscale(
         self, found_inf: torch.Tensor, inv_scale: torch.Tensor, plain: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What torch's GradScaler asks of in-flight gradients; it asks once for each dtype, we answer once for all.
+        """What torch's GradScaler asks of gradients; it asks once for each dtype, we answer once for all.
 
-        `plain` are gradients that it asks for in the same breath. Ours among them are reduced first and unscaled with
-        the rest; the others are returned.
+        Whatever is still local on some rank is reduced first, and unscaled with the rest. `plain` are gradients that it
+        asks for in the same breath and that are not in flight; those of them that are not ours are returned.
+
+        A scaler has all its questions of one moment answered in one `found_inf`; later ones in another.
         """
         if self.closed:
             raise ScheduleError(self.why_closed)
         with without_waiting():
             ours = {id(tracked.param.grad) for tracked in self.tracked}
-        others = [grad for grad in plain if id(grad) not in ours]
+        others = [grad for grad in plain if id(grad) not in ours and type(grad) is not self._local_kind]
         self.check_steps_wait("loss scaling", "whether all gradients are finite is known")
-        if not self._unscaled:
-            self.finish_gradients()
-            self._unscaled = True
-            if self.announcer.active:
-                self.announcer.say(Call.UNSCALE, inv_scale.item())
-            self.update.unscale(found_inf, inv_scale)
+        if found_inf is self._found_inf:
+            found_inf.copy_(torch.maximum(found_inf, self._found))
+            return others
+        self.finish_gradients()
+        if self.announcer.active:
+            self.announcer.say(Call.UNSCALE, inv_scale.item())
+        self.update.unscale(found_inf, inv_scale)
+        self._found_inf, self._found = found_inf, found_inf.clone()
         return others
+
+    def mark_local_gradients(self) -> None:
+        """Whoever reads the parameter groups may be a GradScaler that is about to ask of the gradients in `p.grad`."""
+        if not self.closed:
+            mark([tracked.param for tracked in self.tracked], self._local_kind)
 
     def check_steps_wait(self, what: str, known: str) -> None:
         """Raises ScheduleError if buckets are stepped in the backward, before what `what` needs is known."""
@@ -333,7 +352,7 @@ class Engine:
                 tracked.forget()
 
     def _forget_passes(self) -> None:
-        self._unscaled = self._was_local = False
+        self._found_inf, self._was_local = None, False
         if self.options.accumulate > 1:
             self._passes[:] = bytes(len(self._passes))
 
@@ -411,6 +430,7 @@ class Engine:
             self.log.waited,
             functools.partial(snapshot_hyper, self.optimizer),
             self.announcer,
+            self.agreed,
             observing,
         )
         update = (ShardedUpdate if options.sharded else WholeUpdate)(replica, self.optimizer)

@@ -50,7 +50,9 @@ def _follow(engine: Engine) -> None:
 def _adopt_last(engine: Engine, num_followed: int) -> None:
     """Takes over how the rank that went on longest has left options and gradients."""
     cleared = [t.spec.index for t in engine.tracked if t.param.grad is None]
-    everyone = engine.announcer.exchange((num_followed, snapshot_hyper(engine.optimizer), cleared))
+    everyone = engine.announcer.exchange(
+        (num_followed, snapshot_hyper(engine.optimizer, engine.agreed.per_rank), cleared)
+    )
     fewest, hyper, cleared = min(everyone, key=lambda entry: entry[0])
     if num_followed > fewest:
         _take_options(engine, hyper)

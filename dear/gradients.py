@@ -14,11 +14,11 @@ import torch
 
 from dearcore.errors import ScheduleError
 
-__all__ = ["InFlightGradient", "Unscale", "local_gradient"]
+__all__ = ["InFlightGradient", "Unscale", "local_gradient", "unscale_gradients"]
 
 _aten = torch.ops.aten
 
-# (found_inf, inv_scale, plain gradients asked for as well) -> those of them that are not ours
+# (found_inf, inv_scale, gradients asked for as well that are not in flight) -> those of them that are not ours
 Unscale = Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -120,11 +120,7 @@ class InFlightGradient(torch.Tensor):
                 grad.zero() if isinstance(grad, cls) else grad.zero_()
             return None
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
-            plain = [grad for grad in args[0] if not isinstance(grad, cls)]
-            others = next(grad for grad in args[0] if isinstance(grad, cls))._unscale(args[1], args[2], plain)
-            if others:
-                func(others, *args[1:])
-            return None
+            return unscale_gradients(*args)
         grad = _first((*args, *(kwargs or {}).values()), cls)
         raise _misuse("?" if grad is None else grad.fqn, str(func), grad is not None and grad.has_graph)
 
@@ -158,9 +154,26 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, InFlightGradient)
 
 
+def unscale_gradients(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """What `torch._amp_foreach_non_finite_check_and_unscale_` does, where some of `grads` are optimizers' of ours."""
+    owners: list[Unscale] = []
+    rest: list[torch.Tensor] = []
+    for grad in grads:
+        owner: Unscale | None = getattr(grad, "_unscale", None)
+        if owner is not None and owner not in owners:
+            owners.append(owner)
+        if not isinstance(grad, InFlightGradient):
+            rest.append(grad)
+    for owner in owners:
+        rest = owner(found_inf, inv_scale, rest)
+    if rest:
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._amp_foreach_non_finite_check_and_unscale_(rest, found_inf, inv_scale)
+
+
 def local_gradient(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as it can be packed: dense and without a graph (create_graph=True leaves one)."""
-    if grad.requires_grad:
+    """A gradient as it can be packed: dense, without a graph (create_graph=True leaves one), and no other class."""
+    if grad.requires_grad or type(grad) is not torch.Tensor:
         grad = grad.detach()
     return grad if grad.layout == torch.strided else grad.to_dense()
 

@@ -32,7 +32,7 @@ def unscale(
 ) -> list[torch.Tensor]:
     """A GradScaler asks: see `Engine.unscale`."""
     engine = this()
-    return plain if engine is None else engine.unscale(found_inf, inv_scale, plain)
+    return plain if engine is None or engine.closed else engine.unscale(found_inf, inv_scale, plain)
 
 
 def broadcast_buffers(this: weakref.ref[Engine], module: nn.Module, _: Any) -> None:

@@ -105,10 +105,13 @@ class Announcer:
         Announcer._open = ""
         self.active = self.is_open = False
 
-    def say(self, call: Call, details: Any = None) -> None:
-        """Enqueues an announcement, if this rank is inside `join()`. Errors surface where the stream is waited for."""
+    def say(self, call: Call, details: Any = None, compared: Any = None) -> None:
+        """Enqueues an announcement, if this rank is inside `join()`. Errors surface where the stream is waited for.
+
+        `details` are for those that follow. What is `compared` has to be the same on all ranks; None: the details.
+        """
         if self.active:
-            self._start(call, details)
+            self._start(call, details, compared)
 
     def ask(self, call: Call, details: Any = None) -> Heard | None:
         """As `say`, but blocks until the ranks have agreed. None outside `join()`."""
@@ -126,21 +129,22 @@ class Announcer:
         """Every rank's picklable object, by rank. Blocks."""
         return gather_objects(mine, self._communicator, self._streams, "end of join()")
 
-    def _start(self, call: Call, details: Any) -> Heard:
+    def _start(self, call: Call, details: Any, compared: Any = None) -> Heard:
         heard = Heard()
         label = f"{LABEL} in step {self.step}"
-        self._streams.communication.run(label, lambda: self._agree(call, details, heard, label))
+        compared = details if compared is None else compared
+        self._streams.communication.run(label, lambda: self._agree(call, details, compared, heard, label))
         return heard
 
     def _finish(self, heard: Heard) -> Heard:
         wait_communication(self._streams)
         return heard
 
-    def _agree(self, call: Call, details: Any, heard: Heard, label: str) -> None:
+    def _agree(self, call: Call, details: Any, compared: Any, heard: Heard, label: str) -> None:
         """At once: for the communication stream."""
         rank, size = self._communicator.rank, self._communicator.size
         follows, aborts = call is Call.END, call is Call.ABORT
-        digest = zlib.crc32(repr(_plain(details)).encode()) if call in _AGREED else 0
+        digest = zlib.crc32(repr(_plain(compared)).encode()) if call in _AGREED else 0
         told = torch.tensor(
             [
                 call,
@@ -168,10 +172,11 @@ class Announcer:
         heard.leader = size - leader
         differ = last != _TOP - first or high != _TOP - low
         if anyone_follows or differ:
-            everyone: list[tuple[Call, Any]] = []
-            self._communicator.start_gather_objects((call, details), everyone, InlineStream(), f"{LABEL}: details")
+            everyone: list[tuple[Call, Any, Any]] = []
+            mine = (call, details, compared if differ else None)
+            self._communicator.start_gather_objects(mine, everyone, InlineStream(), f"{LABEL}: details")
             if differ:
-                raise ScheduleError(_difference([(r, *said) for r, said in enumerate(everyone)]))
+                raise ScheduleError(_difference([(r, said[0], said[2]) for r, said in enumerate(everyone)]))
             heard.details = everyone[heard.leader][1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from dearcore.trace import Trace
 
 from . import checkpoint
 from .adaptation import measure_after_a_step
+from .agreed_options import check_per_rank
 from .context import current
 from .divided import DividedState
 from .engine import Engine
 from .following import joined
 from .joining import Call
 from .options import Options
-from .planning import check_fusion, check_profile
+from .planning import check_fusion, check_profile, steps_all_everywhere
 from .scope import check_scope
 from .stats import Stats
 
@@ -64,6 +65,8 @@ class DistributedOptimizer(optim.Optimizer):
             to rank, even in shape. "all": every parameter and buffer of the model, as DDP does. "none": nothing; the
             trained parameters must be alike already (checked).
         broadcast_buffers: give every rank the first rank's buffers, all of the model's, before each training forward.
+        per_rank_options: names of options that may differ from rank to rank, such as ("lr",). All others that the
+            optimizer has in its `defaults` are compared in each step.
         group: ranks that train together: a torch ProcessGroup, a list of ranks, or None for all.
 
     Raises:
@@ -85,6 +88,7 @@ class DistributedOptimizer(optim.Optimizer):
         master_dtype: torch.dtype | None = torch.float32,
         broadcast: str = "trained",
         broadcast_buffers: bool = False,
+        per_rank_options: Collection[str] = (),
         group: object = None,
     ) -> None:
         world = current().world
@@ -93,8 +97,19 @@ class DistributedOptimizer(optim.Optimizer):
         check_profile(profile, schedule, fusion)
         check_scope(broadcast)
         on_shards = steps_on_shards(optimizer) if shard == "auto" else bool(shard)
+        would_drift = steps_on_shards(optimizer) and steps_all_everywhere(schedule, on_shards)
+        own = check_per_rank(per_rank_options, optimizer, would_drift)
         options = Options(
-            schedule, fusion, profile, on_shards, accumulate, reduce_dtype, master_dtype, broadcast_buffers, broadcast
+            schedule,
+            fusion,
+            profile,
+            on_shards,
+            accumulate,
+            reduce_dtype,
+            master_dtype,
+            broadcast_buffers,
+            broadcast,
+            own,
         )
         self._optimizer = optimizer
         self._has_loaded = any(optimizer.state.values())
@@ -105,6 +120,7 @@ class DistributedOptimizer(optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        self._engine.mark_local_gradients()
         return self._optimizer.param_groups
 
     @param_groups.setter

@@ -19,7 +19,16 @@ from dearcore.planners import MERGE, NEEDS_TIMES, PLANNERS, dear_fill
 from dearcore.profile import Profile
 from dearcore.schedule import OpKind, Schedule, plan_all_reduce, plan_dear
 
-__all__ = ["AUTO", "MIB", "check_fusion", "check_profile", "make_plan", "make_plan_and_schedule", "needs_times"]
+__all__ = [
+    "AUTO",
+    "MIB",
+    "check_fusion",
+    "check_profile",
+    "make_plan",
+    "make_plan_and_schedule",
+    "needs_times",
+    "steps_all_everywhere",
+]
 
 MIB = 1024 * 1024
 SIZED = "sized"  # fusion: a tenth of the model, within these
@@ -59,6 +68,13 @@ def check_profile(profile: object, schedule: str | Schedule, fusion: object) -> 
 def needs_times(schedule: str | Schedule, fusion: object) -> bool:
     """True if the plan follows from measured times."""
     return (isinstance(fusion, str) and fusion in _MEASURED) or (isinstance(schedule, str) and schedule in NEEDS_TIMES)
+
+
+def steps_all_everywhere(schedule: str | Schedule, sharded: bool) -> bool:
+    """True if every rank steps every weight, also where there are several."""
+    if isinstance(schedule, Schedule):
+        return all(op.kind is not OpKind.REDUCE_SCATTER for op in schedule.ops)
+    return not sharded or schedule not in FUSED
 
 
 def sized_mib(num_bytes: float) -> float:

@@ -16,8 +16,9 @@ from dearcore.errors import ScheduleError
 from dearcore.layout import Plan
 from dearcore.schedule import Op, OpKind, Schedule
 from dearcore.shard import OwnedSegment
-from dearcore.streams import Event, Streams
+from dearcore.streams import Event, InlineStream, Streams
 
+from .agreed_options import BALLOT_BYTES, AgreedOptions, Values, difference, is_unanimous
 from .doors import Doors
 from .joining import Announcer, Call
 from .parameters import Gate, without_waiting
@@ -74,6 +75,7 @@ class Replica:
     on_wait: Callable[[tuple[int, ...], str, float], None]
     read_hyper: Callable[[], Sequence[dict[str, Any]]]
     announcer: Announcer
+    options: AgreedOptions
     observing: bool = False
     step: int = 0
     late_reduced: Event = field(init=False)  # late gradients -> shard step
@@ -181,16 +183,21 @@ class Replica:
 
         Which buckets these are is known to nobody before the ranks have told each other, so the communication stream
         itself asks and then does what is needed; the host goes on. The ranks also tell which averages they have
-        cleared: if one has and another has not, what is left is a mixture, which is an error.
+        cleared: if one has and another has not, what is left is a mixture, which is an error. So are options that
+        differ, which they tell in a step.
         """
         if self.announcer.active:
             self.announcer.say(Call.LATE, {t.spec.index for t in self.tracked if t.holds_average()})
         communication, step = self.streams.communication, self.step
         num_buckets, num_params = len(self.buckets), len(self.tracked)
-        told = torch.zeros(num_buckets + 3 * num_params, dtype=torch.uint8)
-        told_late, told_code, told_complement, told_used = torch.split(told, [num_buckets, *[num_params] * 3])
+        ballot = self.options.take_ballot()
+        told = torch.zeros(num_buckets + 3 * num_params + BALLOT_BYTES, dtype=torch.uint8)
+        sizes = [num_buckets, *[num_params] * 3, BALLOT_BYTES]
+        told_late, told_code, told_complement, told_used, told_ballot = torch.split(told, sizes)
         told_late[list(late)] = 1
         told_complement.fill_(3)  # where ranks differ, the two maxima exceed it
+        if ballot.values is not None:
+            told_ballot.copy_(torch.tensor(ballot.code, dtype=torch.uint8))
         for index, code in self._kept_and_cleared.items():
             told_code[index], told_complement[index] = code, 3 - code
         self._kept_and_cleared.clear()
@@ -213,6 +220,11 @@ class Replica:
             differ = told_code + told_complement != 3
             if differ.any():
                 raise ScheduleError(_mixture(self.tracked[int(differ.nonzero()[0])].spec.fqn))
+            if not is_unanimous(told_ballot.tolist()):
+                everyone: list[Values | None] = []
+                label = f"options in step {step}"
+                self.communicator.start_gather_objects(ballot.values, everyone, InlineStream(), label)
+                raise ScheduleError(difference(everyone))
             self.late_buckets = set(told_late.nonzero().view(-1).tolist())
             self._used = told_used
             for index in sorted(self.late_buckets, reverse=True):

@@ -5,7 +5,7 @@ Both offer the same operations on the averaged gradients, which all ranks must c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import optim
 
 from dearcore.bucket import BucketRuntime
 from dearcore.errors import ArgumentError
-from dearcore.shard import state_after_steps
+from dearcore.shard import NOT_HYPER, state_after_steps, step_with_own_hooks
 
 from .parameters import without_waiting
 from .replica import Numerics, Replica
@@ -41,13 +41,13 @@ def check_grad_dtypes(tracked: Sequence[TrackedParameter], optimizer: optim.Opti
             ) from error
 
 
-def snapshot_hyper(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+def snapshot_hyper(optimizer: optim.Optimizer, without: Collection[str] = ()) -> list[dict[str, Any]]:
     """The options of each group at this moment; a later change (a scheduler's) must not reach a step under way."""
     return [
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
-            if key not in ("params", "param_names")
+            if key not in NOT_HYPER and key not in without
         }
         for group in optimizer.param_groups
     ]
@@ -197,7 +197,12 @@ class WholeUpdate:
         self._keep()
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        torch._amp_foreach_non_finite_check_and_unscale_(self._grads(), found_inf, inv_scale)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        with without_waiting():  # averages that are marked as local gradients are would ask us again
+            for grad in self._grads():
+                by_dtype.setdefault(grad.dtype, []).append(grad)
+            for grads in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         self._keep()
 
     def _keep(self) -> None:
@@ -211,7 +216,7 @@ class WholeUpdate:
         return torch.zeros_like(tracked.param) if grad is None else grad.detach().clone()
 
     def step(self) -> None:
-        self._optimizer.step()
+        step_with_own_hooks(self._optimizer)
         self._replica.scheduler.restart()
 
     def _grads(self) -> list[torch.Tensor]:

@@ -287,6 +287,7 @@ class BucketRuntime:
         """Parameters become what was stepped and gathered early."""
         stream = self._streams.step
         stream.wait(self._next_gathered)
+        stream.wait(self._late_reduced)  # or the ranks have found that they cannot go on
         stream.run(f"commit[{self.index}]", self._commit)
         stream.record(self.params_gathered)
 

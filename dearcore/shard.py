@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn, optim
@@ -22,6 +22,7 @@ __all__ = [
     "ShardStepper",
     "TorchStepper",
     "state_after_steps",
+    "step_with_own_hooks",
     "steps_on_shards",
 ]
 
@@ -52,10 +53,47 @@ def steps_on_shards(optimizer: optim.Optimizer) -> bool:
 
     A subclass may do anything, so it is not, nor is an optimizer whose `step` was replaced.
     """
+    return type(optimizer) in ELEMENTWISE and _is_class_step(optimizer)
+
+
+def _is_class_step(optimizer: optim.Optimizer) -> bool:
+    """True unless `step` was replaced on the object, by others than LR schedulers, which count its calls."""
     step = vars(optimizer).get("step")
-    of_scheduler = getattr(step, "_wrapped_by_lr_sched", False)  # LR schedulers put the class's own step there
-    is_own = step is None or (of_scheduler and getattr(step, "__wrapped__", None) is type(optimizer).step)
-    return type(optimizer) in ELEMENTWISE and is_own
+    of_scheduler = getattr(step, "_wrapped_by_lr_sched", False)
+    return step is None or (of_scheduler and getattr(step, "__wrapped__", None) is type(optimizer).step)
+
+
+def step_with_own_hooks(optimizer: optim.Optimizer) -> None:
+    """The optimizer's step with the hooks that were registered on it.
+
+    Those that were registered for all optimizers are not called: they belong to the step of which this one is a part.
+    A `step` that was replaced on the object, and optimizers that this one steps in turn, do as they do in plain torch.
+    """
+    step = _unhooked_step(optimizer)
+    if step == optimizer.step:
+        step()
+        return
+    args: tuple[Any, ...] = (optimizer,)
+    kwargs: dict[str, Any] = {}
+    for before in list(optimizer._optimizer_step_pre_hooks.values()):
+        changed: Any = before(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    step(*args[1:], **kwargs)
+    for after in list(optimizer._optimizer_step_post_hooks.values()):
+        after(optimizer, args, kwargs)
+
+
+def _unhooked_step(optimizer: optim.Optimizer) -> Callable[..., Any]:
+    """The bound `step` without what torch wraps around that of each class: hooks, and a range for profilers."""
+    of_class: Any = type(optimizer).step
+    if not _is_class_step(optimizer) or getattr(of_class, "__code__", None) is not _HOOKING:
+        return optimizer.step
+    return cast("Callable[..., Any]", of_class.__wrapped__.__get__(optimizer))
+
+
+# of what torch puts in place of the `step` of each class
+_HOOKING = optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +141,7 @@ def state_after_steps(
     probe = type(optimizer)([{"params": [param], **options}], **defaults)
     for _ in range(2):  # some states are used by the second step only
         param.grad = torch.zeros(2, dtype=param.grad_dtype, device=device)
-        probe.step()
+        step_with_own_hooks(probe)
     return dict(probe.state[param])
 
 
@@ -163,7 +201,7 @@ class TorchStepper:
         assert self._inner is not None
         for group in self._inner.param_groups:
             group.update(hyper[group["dear_group"]])
-        self._inner.step()
+        _unhooked_step(self._inner)()
         if self._low_precision is not None:
             self._low_precision.copy_(self._param_shard)
 

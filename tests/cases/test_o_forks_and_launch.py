@@ -52,7 +52,7 @@ def twin_over(network: str, **options: Any) -> Twin:
 
 
 def in_child(act: Callable[[], Any]) -> str:
-    """What `act` returned or raised in a forked process, as text. Nothing of the child's end is run but `act` itself."""
+    """What `act` returned or raised in a forked process, as text. Of the child nothing is run but `act` itself."""
     return wait_for(start_child(act))
 
 

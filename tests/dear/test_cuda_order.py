@@ -68,7 +68,7 @@ def expected(kind, size):
 
 
 def options(schedule="dear", fusion=None, accumulate=1, reduce_dtype=None, sharded=True):
-    return Options(schedule, fusion, None, sharded, accumulate, reduce_dtype, torch.float32, False)
+    return Options(schedule, fusion, None, sharded, accumulate, reduce_dtype, torch.float32, False, ())
 
 
 def filling():
