@@ -33,11 +33,11 @@ _Group = dict[str, Any]
 class Ballot:
     """`code` [BALLOT_BYTES]: to be combined by maximum over ranks. `values` None: this rank is not at a step."""
 
-    code: tuple[int, ...]
+    code: bytes
     values: Values | None
 
 
-_ABSTENTION = Ballot((0,) * BALLOT_BYTES, None)
+_ABSTENTION = Ballot(bytes(BALLOT_BYTES), None)
 
 
 class AgreedOptions:
@@ -66,17 +66,23 @@ class AgreedOptions:
         if not self._is_asked:
             return _ABSTENTION
         self._is_asked = False
+        seen: list[tuple[Any, ...]] | None
         try:
             seen = list(map(self._read_group, self._optimizer.param_groups))
             if self._ballot is not None and self._seen == seen:
                 return self._ballot
-        except (KeyError, RuntimeError, TypeError, ValueError):  # an option is missing, or cannot be compared by ==
-            seen = None
-        values = self.values()
-        checksum = list(zlib.crc32(repr(values).encode()).to_bytes(_CHECKSUM_BYTES))
-        self._ballot = Ballot((*checksum, *(255 - byte for byte in checksum)), values)
-        self._seen = seen if seen is not None and all(map(_is_fixed, seen)) else None
+            # groups that are alike, as most are where there are many, are looked at once
+            known = {read: self._values_of(read) for read in set(seen)} if all(map(_is_fixed, set(seen))) else None
+        except (KeyError, RuntimeError, TypeError, ValueError):  # an option is missing, or can change in place
+            known = seen = None
+        values = self.values() if known is None or seen is None else [known[read] for read in seen]
+        checksum = _checksum(values).to_bytes(_CHECKSUM_BYTES)
+        self._ballot = Ballot(bytes((*checksum, *(255 - byte for byte in checksum))), values)
+        self._seen = seen if known is not None else None
         return self._ballot
+
+    def _values_of(self, read: tuple[Any, ...]) -> _Group:
+        return {name: _comparable(value) for name, value in zip(self._names, read, strict=True)}
 
     def values(self) -> Values:
         """The options of each group at this moment."""
@@ -94,6 +100,16 @@ class AgreedOptions:
             known = (value, value._version, _comparable(value))
         self._on_device[id(value)] = known
         return known[2]
+
+
+def _checksum(values: Values) -> int:
+    texts: dict[int, bytes] = {}  # groups that are alike are one object
+    checksum = 0
+    for group in values:
+        if id(group) not in texts:
+            texts[id(group)] = repr(group).encode()
+        checksum = zlib.crc32(texts[id(group)], checksum)
+    return checksum
 
 
 def is_unanimous(code: Sequence[int]) -> bool:

@@ -197,7 +197,7 @@ class Replica:
         told_late[list(late)] = 1
         told_complement.fill_(3)  # where ranks differ, the two maxima exceed it
         if ballot.values is not None:
-            told_ballot.copy_(torch.tensor(ballot.code, dtype=torch.uint8))
+            told_ballot.copy_(torch.frombuffer(bytearray(ballot.code), dtype=torch.uint8))
         for index, code in self._kept_and_cleared.items():
             told_code[index], told_complement[index] = code, 3 - code
         self._kept_and_cleared.clear()

@@ -1,8 +1,8 @@
 """What becomes of a rank's things in a process that is forked from it: nothing.
 
 `os.fork` copies the memory of a process, but none of its threads but one. Locks may be held for ever, queues are
-served by nobody, and sockets and mapped files are the parent's own. A child that would end what it has inherited would wait
-for threads that it does not have, or end the parent's connections. So in the child
+served by nobody, and sockets and mapped files are the parent's own. A child that would end what it has inherited would
+wait for threads that it does not have, or end the parent's connections. So in the child
 
 * owners of such things (communicators, worlds) live on until the process has gone: nothing of theirs is destroyed,
 * their `close` does nothing: they ask `is_inherited`,
