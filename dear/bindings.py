@@ -77,9 +77,17 @@ class Bindings:
         )
 
     def _check_parameters(self) -> None:
-        names = {id(param): name for name, param in self._model.named_parameters()}
+        params = dict(self._model.named_parameters())
+        names = {id(param): name for name, param in params.items()}
         for tracked in self._tracked:
             if id(tracked.param) not in names:
+                now = params.get(tracked.spec.fqn)
+                if now is not None and type(now).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                    raise ScheduleError(
+                        f"parameter '{tracked.spec.fqn}' has become a {type(now).__name__} after the "
+                        "DistributedOptimizer was built: the model was also wrapped in FSDP (fully_shard), tensor "
+                        "parallelism or the like, which average on their own. Use one of the two."
+                    )
                 raise ScheduleError(
                     f"parameter '{tracked.spec.fqn}' is no longer part of the model: it was replaced or removed after "
                     "wrapping (load_state_dict(assign=True), weight_norm, a new head, ...). Take state_dict(), call "

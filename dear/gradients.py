@@ -14,6 +14,8 @@ import torch
 
 from dearcore.errors import ScheduleError
 
+from .wrappers import is_in_ddp
+
 __all__ = ["InFlightGradient", "Unscale", "local_gradient", "unscale_gradients"]
 
 _aten = torch.ops.aten
@@ -122,6 +124,8 @@ class InFlightGradient(torch.Tensor):
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return unscale_gradients(*args)
         grad = _first((*args, *(kwargs or {}).values()), cls)
+        if grad is not None and is_in_ddp(grad):
+            raise _averaged_twice(grad.fqn)
         raise _misuse("?" if grad is None else grad.fqn, str(func), grad is not None and grad.has_graph)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -147,6 +151,14 @@ def _misuse(fqn: str, who: str, has_graph: bool) -> ScheduleError:
         "opt.clip_grad_norm_(max_norm) or opt.clip_grad_value_(value) instead of torch's functions, "
         "opt.full_grad(param) "
         f"to read the averaged gradient, and step through the DistributedOptimizer only.{instead if has_graph else ''}"
+    )
+
+
+def _averaged_twice(fqn: str) -> ScheduleError:
+    return ScheduleError(
+        f"the gradient of '{fqn}' would be averaged twice: after the DistributedOptimizer was built, the model was "
+        "also wrapped in DistributedDataParallel. Call the module inside (`model.module`), or do not wrap it: pass "
+        "only loaders to Accelerator.prepare(), choose a Lightning strategy without DDP, leave out DDP(model)."
     )
 
 

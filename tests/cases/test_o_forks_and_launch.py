@@ -224,7 +224,8 @@ def test_field_s7_calls_in_a_child_say_that_it_was_forked() -> None:
 
     def all_calls() -> str:
         assert not dear.is_initialized()
-        twin.optimizer.stats(), str(twin.optimizer.plan), repr(twin.optimizer)
+        for look in (twin.optimizer.stats(), twin.optimizer.plan, twin.optimizer):  # these are local
+            str(look)
         twin.model(torch.ones(1, 5))  # evaluation is as ever
         wrong = []
         for name, call in CALLS.items():
@@ -492,3 +493,53 @@ def test_field_h1_data_loader_whose_dataset_uses_the_model() -> None:
             assert torch.equal(batch[0], same)
         twin.train(lambda m, r, x=batches[0]: m(x * (r + 1) / 5).square().mean())
     twin.check()
+
+
+# ---------------------------------------------------------------------------------------------------- H5
+
+
+def _ddp_of_a_part(model: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.parallel.DistributedDataParallel(model[0]), *model[1:])
+
+
+def _compressed(model: nn.Module) -> nn.Module:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+DDP: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": nn.parallel.DistributedDataParallel,
+    "bucket_views": lambda m: nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True),
+    "static_graph": lambda m: nn.parallel.DistributedDataParallel(m, static_graph=True),
+    "unused": lambda m: nn.parallel.DistributedDataParallel(m, find_unused_parameters=True),
+    "compressed": _compressed,
+    "part": _ddp_of_a_part,
+}
+
+
+@on_ranks(2, ddp=True)
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("how", DDP)
+def test_field_h5_wrapped_in_ddp_as_well(how: str, steps_before: int) -> None:
+    """Accelerator.prepare(model) and Lightning's DDP strategy do the same: the first backward says so."""
+    twin = Twin(Net())
+    twin.train(loss, steps_before)
+    with pytest.raises(dear.ScheduleError, match=r"averaged twice: .*DistributedDataParallel.*`model\.module`"):
+        wrapped = DDP[how](twin.model)  # "bucket_views" fails here already
+        loss(wrapped, dear.rank()).backward()
+
+
+@on_ranks(2, ddp=True)
+@pytest.mark.parametrize("part", [False, True])
+def test_field_h5_fully_sharded_as_well(part: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    twin = Twin(Net())
+    twin.train(loss)
+    fully_shard(twin.model[0] if part else twin.model)
+    loss(twin.model, dear.rank()).backward()
+    with pytest.raises(dear.ScheduleError, match=r"'0\.weight' has become a DTensor .*fully_shard"):
+        twin.optimizer.step()
