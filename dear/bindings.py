@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from dearcore.errors import ScheduleError
