@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn, optim
 
 import dear
+from dear.planning import make_plan_and_schedule
 from tests.cases.harness import Twin, assert_same_everywhere, close, on_ranks, ones, raises_at_once, sgd
 
 
@@ -56,8 +57,6 @@ def relayout(optimizer: dear.DistributedOptimizer) -> None:
     engine = optimizer._engine
     plan = engine.replica.plan
     fusion = None if len(plan.buckets) == 1 else 25.0
-    from dear.planning import make_plan_and_schedule
-
     specs = [t.spec for t in engine.tracked]
     engine.relayout(*make_plan_and_schedule("dear", fusion, specs, dear.size(), True))
 
