@@ -25,5 +25,5 @@ class Options:
     reduce_dtype: torch.dtype | None
     master_dtype: torch.dtype | None
     broadcast_buffers: bool
-    broadcast: str
-    per_rank_options: tuple[str, ...]
+    broadcast: str = "trained"
+    per_rank_options: tuple[str, ...] = ()
