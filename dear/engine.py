@@ -110,7 +110,7 @@ class Engine:
         lines = [str(self.options), *described_profile(self.profile)]
         if self.options.fusion == AUTO:
             lines.append(f"bayesian-optimization installed: {is_installed()}")
-        at_start = tensors_in_scope(model, self.tracked, self.options.broadcast)
+        at_start = tensors_in_scope(model, self.optimizer, self.tracked, self.options.broadcast)
         sent = {*at_start, *(self._buffers_of_all() if self.options.broadcast_buffers else ())}
         aliases = [
             f"'{alias.name}' in the memory of parameter '{t.spec.fqn}'" for t in self.tracked for alias in t.aliases

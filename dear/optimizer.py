@@ -41,7 +41,7 @@ _REFUSED: dict[type[optim.Optimizer], str] = {  # subclasses too
 class DistributedOptimizer(optim.Optimizer):
     """Trains an unmodified module on several ranks with all communication hidden behind backward and forward.
 
-    Construction broadcasts what is trained from the first rank of the group, after a check that all ranks wrap the same
+    Construction broadcasts what the optimizer has from the first rank of the group, after a check that all ranks wrap the same
     thing. From then on `backward()` averages gradients over ranks, `step()` updates this rank's part of the
     weights, and the next forward waits for the others' parts layer by layer, where it touches them. Parameters are
     fresh wherever Python touches them.
@@ -59,11 +59,12 @@ class DistributedOptimizer(optim.Optimizer):
         accumulate: backward passes before gradients are averaged; the earlier ones stay local.
         reduce_dtype: dtype of gradients on the wire; None: each parameter's own.
         master_dtype: dtype of the shards of bf16 and fp16 parameters; None keeps no masters. Whole gradients keep none.
-        broadcast: what construction gives every rank from the first. "trained": the parameters that this optimizer
-            trains, and the buffers beside them (of the smallest module around them that has parameters, if all its
-            trainable ones are trained here): of an ordinary model all but what is frozen. The rest may differ from rank
-            to rank, even in shape. "all": every parameter and buffer of the model, as DDP does. "none": nothing; the
-            trained parameters must be alike already (checked).
+        broadcast: what construction gives every rank from the first. "trained": the parameters of this optimizer, also
+            frozen ones, and the buffers beside them (those whose smallest module with parameters has some that are the
+            optimizer's, and no trainable ones that are not). So everything if the optimizer has `model.parameters()`,
+            and nothing of a part that is left out, which may differ from rank to rank, even in shape. "all": every
+            parameter and buffer of the model, as DDP does. "none": nothing; the trained parameters must be alike
+            already (checked by checksum).
         broadcast_buffers: give every rank the first rank's buffers, all of the model's, before each training forward.
         per_rank_options: names of options that may differ from rank to rank, such as ("lr",). All others that the
             optimizer has in its `defaults` are compared in each step.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from dearcore.errors import ArgumentError
 
@@ -23,24 +23,26 @@ def check_scope(broadcast: object) -> None:
         raise ArgumentError(f"broadcast={broadcast!r}; expected 'trained', 'all' or 'none'.")
 
 
-def tensors_in_scope(model: nn.Module, tracked: Sequence[TrackedParameter], broadcast: str) -> dict[str, torch.Tensor]:
+def tensors_in_scope(
+    model: nn.Module, optimizer: optim.Optimizer, tracked: Sequence[TrackedParameter], broadcast: str
+) -> dict[str, torch.Tensor]:
     """By name, in the model's order; without aliases of trained parameters, whose memory is sent anyway.
 
-    "trained": the parameters that are trained here, and the buffers beside them. A buffer belongs to the smallest
-    module around it that has parameters (its own, or in submodules), and is sent if some of these are trainable and all
-    trainable ones are trained here. So every buffer of an ordinary model is sent, and none of a part that is frozen or
-    that others train.
+    "trained": the optimizer's parameters (the frozen ones among them too), and the buffers beside them. A buffer belongs
+    to the smallest module around it that has parameters (its own, or in submodules), and is sent if some of these are
+    the optimizer's and so are all trainable ones. So an optimizer over `model.parameters()` has everything sent, and
+    one over a part nothing of a part that is left out, whether frozen or trained by others.
     """
     if broadcast == "none":
         return {}
     aliases = {id(alias.tensor) for t in tracked for alias in t.aliases}
-    trained = {id(t.param) for t in tracked}
+    ours = {id(param) for group in optimizer.param_groups for param in group["params"]}
     tensors: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
-        if id(param) in trained or (broadcast == "all" and id(param) not in aliases):
+        if id(param) not in aliases and (broadcast == "all" or id(param) in ours):
             tensors[name] = param
     for name, buffer in model.named_buffers():
-        if id(buffer) not in aliases and (broadcast == "all" or _is_beside(model, name, trained)):
+        if id(buffer) not in aliases and (broadcast == "all" or _is_beside(model, name, ours)):
             tensors[name] = buffer
     return tensors
 
@@ -57,15 +59,12 @@ def check_alike(tracked: Sequence[TrackedParameter], gather: Callable[[Any], lis
                 )
 
 
-def _is_beside(model: nn.Module, name: str, trained: set[int]) -> bool:
+def _is_beside(model: nn.Module, name: str, ours: set[int]) -> bool:
     path = name.split(".")[:-1]
     for length in range(len(path), -1, -1):
-        module = model.get_submodule(".".join(path[:length]))
-        parameters = list(module.parameters())
-        if parameters:
-            return all(id(p) in trained for p in parameters if p.requires_grad) and any(
-                id(p) in trained for p in parameters
-            )
+        params = list(model.get_submodule(".".join(path[:length])).parameters())
+        if params:
+            return any(id(p) in ours for p in params) and all(id(p) in ours for p in params if p.requires_grad)
     return False
 
 

@@ -550,11 +550,12 @@ def test_field_s3_an_ordinary_model_is_sent_whole() -> None:
     """What DDP's users rely on: weights and buffers wherever they stand, and each rank's own after that."""
     torch.manual_seed(dear.rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4, affine=False)), nn.BatchNorm1d(4))
+    model.append(nn.BatchNorm1d(4).requires_grad_(False)).append(nn.Linear(4, 4).requires_grad_(False))
     model.register_buffer("mask", torch.rand(3))
     for name, buffer in model.named_buffers():
         buffer.fill_(dear.rank() + len(name))
     dear.DistributedOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
-    assert_same_everywhere(model)
+    assert_same_everywhere(model)  # frozen parameters as well
     for name, buffer in model.named_buffers():
         assert buffer.unique().tolist() == [len(name)]
 
