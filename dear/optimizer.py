@@ -41,8 +41,8 @@ _REFUSED: dict[type[optim.Optimizer], str] = {  # subclasses too
 class DistributedOptimizer(optim.Optimizer):
     """Trains an unmodified module on several ranks with all communication hidden behind backward and forward.
 
-    Construction broadcasts what the optimizer has from the first rank of the group, after a check that all ranks wrap the same
-    thing. From then on `backward()` averages gradients over ranks, `step()` updates this rank's part of the
+    Construction broadcasts what the optimizer has from the first rank of the group, after a check that all ranks wrap
+    the same thing. From then on `backward()` averages gradients over ranks, `step()` updates this rank's part of the
     weights, and the next forward waits for the others' parts layer by layer, where it touches them. Parameters are
     fresh wherever Python touches them.
 

@@ -193,12 +193,6 @@ def test_field_s7_multiprocessing_in_a_training_loop(network: str) -> None:
     twin.check()
 
 
-def unscale(twin: Twin) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(twin.optimizer)
-
-
 CALLS: dict[str, Callable[[Twin], Any]] = {
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(),
@@ -207,7 +201,6 @@ CALLS: dict[str, Callable[[Twin], Any]] = {
     "synchronize": lambda t: t.optimizer.synchronize(),
     "join": lambda t: t.optimizer.join(),
     "backward": lambda t: loss(t.model, 0).backward(),
-    "unscale": unscale,
     "rank": lambda t: dear.rank(),
     "barrier": lambda t: dear.barrier(),
     "allreduce": lambda t: dear.allreduce(torch.ones(3)),
