@@ -46,9 +46,16 @@ __all__ = ["LATER", "draw", "objection"]
 LATER: frozenset[str] = frozenset(
     {
         "readers",  # S1: a reader that waited for the gate of one step disarms the next one's (dear/parameters.py)
-        # zero_grad() asks the other ranks whether they have begun only if one came since the last step(): after step(),
-        # a backward on some ranks and zero_grad() the ranks differ in what they have launched (dear/engine.py)
+        # The first optimizer.zero_grad() after a step() does not ask the other ranks whether they have begun to reduce.
+        # Where some have and others have not (an exception, a loop that zeroes by model.zero_grad() or not at all),
+        # the ranks differ in what they have launched: Engine.zero_grad in dear/engine.py.
         "uneven, unzeroed",
+        # Whole gradients (shard=False, LARS): after full_grad(), a clip or a step(), a backward onto the averages that
+        # stand is taken for a mixture of cleared and kept ones where ranks differ in what they use (dear/replica.py).
+        "uneven, onto whole averages",
+        # Filling: what full_grad() has launched and thereby stepped is not taken back by zero_grad() where every
+        # backward was local: Engine.zero_grad in dear/engine.py.
+        "filling, looked at",
         "scaler, local",  # S4, H4: GradScaler where gradients of no_sync() are left when it unscales
     }
 )
@@ -56,6 +63,7 @@ LATER: frozenset[str] = frozenset(
 MEASURED = ("horovod", "mg-wfbp", "bytescheduler", "dear-fill")
 FILLING = ("dear-fill", "all early")
 MAX_TRIES = 200
+_NOT_JOINED = (Broken, Compare, Edit, Exchange, Freeze, Load, Replan, Rewrap, Save, SchedulerStep)
 
 
 def objection(p: Program) -> str:
@@ -111,8 +119,12 @@ def _objection_to_join(p: Program) -> str:
     for number, step in enumerate(p.steps[: max(p.join)]):
         active = [r for r, n in enumerate(p.join) if n > number]
         for op in step:
-            if isinstance(op, Load | Exchange | Rewrap | Replan | Broken | Edit | Freeze | SchedulerStep | Compare):
+            if isinstance(
+                op, Save | Load | Exchange | Rewrap | Replan | Broken | Edit | Freeze | SchedulerStep | Compare
+            ):
                 return "ranks without batches do not follow this"
+            if isinstance(op, ZeroGrad) and op.of_model and not op.to_none and not is_sharded(p):
+                return "zeros in whole averages are not followed"
             if isinstance(op, Backward) and ((op.inf >= 0 and op.inf not in active) or op.skip >= 0):
                 return "only ranks with batches have losses"
         if not any(isinstance(op, ZeroGrad) for op in step) or not any(isinstance(op, StepNow) for op in step):
@@ -125,7 +137,7 @@ def _objection_to_join(p: Program) -> str:
 def _objection_to_loop(p: Program, ops: list[Op]) -> str:
     fills = p.options.schedule in FILLING
     saved = stepped = False
-    zeroed, uneven = True, False
+    zeroed, uneven, whole = True, False, False
     synced = pending = local = unscaled = 0  # since the gradients were last cleared, and since the last step
     frozen: set[int] = set()
     for op in ops:
@@ -136,9 +148,12 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
                 return "model.zero_grad() in mid-iteration is refused where ranks differ"
             if uneven and "uneven, unzeroed" in LATER:
                 return "later: uneven, unzeroed"
-            zeroed = True
+            zeroed, whole = zeroed or not op.of_model, False
             synced = pending = local = unscaled = 0
         elif isinstance(op, Broken):
+            if not zeroed and not pending and _ranks_differ(p) and "uneven, unzeroed" in LATER:
+                return "later: uneven, unzeroed"
+            zeroed, whole = True, False
             synced = pending = local = unscaled = 0
         elif isinstance(op, Backward):
             if op.skip >= 0 and (p.scaler or op.local):
@@ -151,6 +166,8 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
                 return "who overflows has a scaler"
             if unscaled:
                 return "no backward after unscale_"
+            if whole and not is_sharded(p) and _ranks_differ(p) and "uneven, onto whole averages" in LATER:
+                return "later: uneven, onto whole averages"
             uneven = op.skip >= 0 and not zeroed and (uneven or not pending)
             pending += 1
             local += op.local
@@ -165,6 +182,8 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
                 return "unscale_ once, after a backward, with a scaler"
             unscaled = 1
         elif isinstance(op, ClipNorm | ClipValue | FullGrad):
+            if fills and local and not synced and "filling, looked at" in LATER:
+                return "later: filling, looked at"
             if isinstance(op, ClipNorm) and op.norm_type == float("inf") and any(0 in x.sizes for x in p.layers):
                 return "torch has no infinity norm of an empty tensor"
             if p.scaler and pending and not unscaled:
@@ -179,6 +198,8 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
             zeroed, uneven = op.closure >= 0, False
             stepped, pending, local, unscaled = True, 0, 0, 0
         elif isinstance(op, SetGrad):
+            if pending and _ranks_differ(p):
+                return "a gradient assigned in mid-iteration is refused where ranks differ"
             if fills or p.scaler or p.join or op.layer >= len(p.layers) or p.layers[op.layer].frozen:
                 return "filling: a gradient assigned after backward"
         elif isinstance(op, Exchange):
@@ -204,7 +225,9 @@ def _objection_to_loop(p: Program, ops: list[Op]) -> str:
             if op.layer >= len(p.layers) or p.layers[op.layer].frozen or _is_tied(p, op.layer):
                 return "what is frozen at wrap stays frozen"
             (frozen.add if op.frozen else frozen.discard)(op.layer)
-        if isinstance(op, Edit | Load | Freeze) and (pending or (fills and synced)):
+        if isinstance(op, ClipNorm | ClipValue | FullGrad | Unscale | StepNow | SetGrad):
+            whole = True
+        if isinstance(op, Edit | Load | Exchange | Freeze) and pending:
             return "weights change between steps"
         if isinstance(op, FullGrad) and (op.layer >= len(p.layers) or p.layers[op.layer].frozen):
             return "only what is trained has an average"
