@@ -29,9 +29,9 @@ def tensors_in_scope(
     """By name, in the model's order; without aliases of trained parameters, whose memory is sent anyway.
 
     "trained": the optimizer's parameters (the frozen ones among them too), and the buffers beside them. A buffer
-    belongs to the smallest module around it that has parameters (its own, or in submodules), and is sent if some of these are
-    the optimizer's and so are all trainable ones. So an optimizer over `model.parameters()` has everything sent, and
-    one over a part nothing of a part that is left out, whether frozen or trained by others.
+    belongs to the smallest module around it that has parameters (its own, or in submodules), and is sent if some of
+    these are the optimizer's and so are all trainable ones. So an optimizer over `model.parameters()` has
+    everything sent, and one over a part nothing of a part that is left out, whether frozen or trained by others.
     """
     if broadcast == "none":
         return {}
