@@ -274,7 +274,6 @@ class Engine:
         unfinished = not scheduler.observing and (scheduler.has_begun or not self._stepped)
         if unfinished and self._any_has_begun():
             scheduler.launch_reductions()
-            self.replica.discard_early()
         self.announcer.say(Call.ZERO_GRAD, set_to_none)
         self.begin_anew(set_to_none)
 

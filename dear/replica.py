@@ -248,7 +248,8 @@ class Replica:
         return [self.tracked[index].param for index in self._used.nonzero().view(-1).tolist()]
 
     def start_over(self) -> None:
-        """Begins an iteration; all ranks have launched the same reductions before."""
+        """Begins an iteration; all ranks have launched the same reductions before. Early steps are taken back."""
+        self.discard_early()
         self.scheduler.restart()
         self.reduced.clear()
         self._kept_and_cleared.clear()

@@ -296,3 +296,31 @@ def test_a_second_step_applies_the_same_gradient_again(pool: RankPool) -> None:
     for _ in range(3):
         optimizer.step()
     assert_bit_equal(pool.run(step_again, 3, size=2), [[param.detach() for param in model.parameters()]] * 2)
+
+
+def step_after_a_look(steps: int) -> list[torch.Tensor]:
+    """Each step is preceded by a local backward whose average is looked at, which steps early, and then forgotten."""
+    model = OddMLP()
+    optimizer = dear.DistributedOptimizer(SGD(model), model, **filling(model, dear.size()))
+    first, second = make_batches(model, dear.size(), 2)[rank()]
+    for _ in range(steps):
+        with optimizer.no_sync():
+            mse_loss(model, first).backward()
+        for param in model.parameters():
+            optimizer.full_grad(param)
+        optimizer.zero_grad()
+        mse_loss(model, second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_what_was_looked_at_and_forgotten_is_not_stepped(pool: RankPool) -> None:
+    model = OddMLP()
+    optimizer, batches = SGD(model), make_batches(model, 2, 2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for of_rank in batches:
+            (mse_loss(model, of_rank[1]) / 2).backward()
+        optimizer.step()
+    assert_bit_equal(pool.run(step_after_a_look, 3, size=2), [[param.detach() for param in model.parameters()]] * 2)
