@@ -492,7 +492,7 @@ def test_field_h1_data_loader_whose_dataset_uses_the_model() -> None:
 
 
 def _ddp_of_a_part(model: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.parallel.DistributedDataParallel(model[0]), *model[1:])
+    return nn.Sequential(nn.parallel.DistributedDataParallel(model[0]), model[1], model[2])
 
 
 def _compressed(model: nn.Module) -> nn.Module:
